@@ -1,0 +1,1 @@
+"""The Ray side: input, driver, workers, run directory. Knows no kernel and no model family."""

@@ -1,0 +1,9 @@
+"""Mistakes of the user, told in one sentence each."""
+
+
+class UserError(Exception):
+    """A mistake the user can mend. The message is one sentence; the command ends with ``exit_code`` and no traceback."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,0 +1,93 @@
+"""How rows are decoded: one frozen, validated configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["vanilla", "spiffy", "specfold", "ar", "linear_spec"]
+FfnGate = Literal["own", "entry"]
+MAX_DRAFTS = 32
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message is one sentence that names the setting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """Settings that decide which tokens come out and how they are found.
+
+    ``mode``: ``vanilla`` denoises step by step; ``spiffy`` verifies drafts densely and gives the same tokens;
+    ``specfold`` folds drafts on their parents. ``ar`` and ``linear_spec`` exist for Nemotron-Labs-Diffusion only.
+    ``delta``: largest relative residual at which a draft position inherits (SpecFold, paper default 0.1); below 0
+    nothing folds. ``ffn_gate``: ``own`` tests the residual again before the FFN, ``entry`` is the paper's rule.
+    ``drafts``: branches beside the main one; ``draft_graph``: a JSON file that replaces the default graph.
+    ``threshold``: unmask every position at least this confident, and always the best one; None: one token a step
+    (``linear_spec``: None fills the whole draft at once).
+    ``max_new_tokens`` is exact: the stop token counts, nothing beyond it is returned.
+    """
+
+    mode: Mode = "specfold"
+    delta: float = 0.1
+    ffn_gate: FfnGate = "own"
+    drafts: int = 4
+    draft_graph: str | None = None
+    threshold: float | None = None
+    small_block_size: int = 8
+    block_size: int | None = None
+    causal_context: bool = True
+    max_thinking_tokens: int | None = None
+    end_think_token_id: int | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, message: str) -> None:
+            if not ok:
+                raise ConfigError(message)
+
+        modes = Mode.__args__  # type: ignore[attr-defined]
+        require(self.mode in modes, f"mode must be one of {', '.join(modes)}, not {self.mode!r}.")
+        require(self.ffn_gate in ("own", "entry"), f"ffn_gate must be own or entry, not {self.ffn_gate!r}.")
+        require(isinstance(self.drafts, int), f"drafts must be a whole number, not {self.drafts!r}.")
+        require(0 <= self.drafts <= MAX_DRAFTS, f"drafts must be between 0 and {MAX_DRAFTS}, not {self.drafts}.")
+        require(self.delta == self.delta and self.delta <= 10, f"delta must be a number up to 10, not {self.delta}.")
+        require(
+            self.threshold is None or 0 <= self.threshold <= 1,
+            f"threshold must be between 0 and 1 or left out, not {self.threshold}.",
+        )
+        require(self.small_block_size >= 1, f"small_block_size must be at least 1, not {self.small_block_size}.")
+        require(
+            self.block_size is None or 1 <= self.block_size <= 256,
+            f"block_size must be between 1 and 256, not {self.block_size}.",
+        )
+        require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
+        require(0 <= self.temperature <= 100, f"temperature must be between 0 and 100, not {self.temperature}.")
+        require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}.")
+        require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}.")
+        require(-(2**63) <= self.seed < 2**63, f"seed must fit 64 bits, not {self.seed}.")
+        require(all(self.stop), "stop strings must not be empty.")
+        require(
+            (self.max_thinking_tokens is None) == (self.end_think_token_id is None),
+            "max_thinking_tokens and end_think_token_id must be given together.",
+        )
+        require(
+            self.max_thinking_tokens is None or self.max_thinking_tokens >= 0,
+            f"max_thinking_tokens must be 0 or more, not {self.max_thinking_tokens}.",
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft branches that the mode really uses."""
+        return self.drafts if self.mode in ("spiffy", "specfold") else 0
+
+    @property
+    def fold_delta(self) -> float:
+        """The gate's threshold; negative where the mode does not fold."""
+        return self.delta if self.mode == "specfold" else -1.0
