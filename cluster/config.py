@@ -1,0 +1,291 @@
+"""One job's settings: a frozen, typed, validated record whose fields are the command's flags.
+
+It knows neither Ray nor the engine. The command line and YAML files are read in ``jobs``; everything that reaches a
+``JobConfig`` has been checked, and a mistake is a ``UserError`` of one sentence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from cyclopts import Group, Parameter, Token
+
+from cluster.errors import UserError
+from specfold.config import ConfigError, DecodeConfig, FfnGate, Mode
+
+Backend = Literal["auto", "torch"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+BUNDLED_MODELS = ("fast_dllm_v2", "nemotron_labs_diffusion")
+BUNDLED_PROMPTS = "bundled"
+MAX_PARTS = 10_000
+STREAM_SHARD_ROWS = 1024
+_ENGINE = DecodeConfig()
+
+
+def _whole(hint: Any, tokens: tuple[Token, ...]) -> int:
+    """Read a whole number; the parser's own rule would round 1.5 to 2 without a word."""
+    return int(tokens[0].value)
+
+
+def _group(name: str, order: int) -> Group:
+    return Group(name, sort_key=order)
+
+
+_MODEL, _INPUT, _PROMPT = _group("Model", 1), _group("Input and output", 2), _group("Prompts", 3)
+_DECODING, _SAMPLING, _RUNNING = _group("Decoding", 4), _group("Sampling", 5), _group("Running", 6)
+
+Int = Annotated[int, Parameter(converter=_whole, negative=())]
+Flag = Parameter(negative=())
+HIDDEN = Parameter(parse=False, show=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """Every flag of the main job, in snake case, and below them what only the command itself can know."""
+
+    model: Annotated[str, Parameter(group=_MODEL)] = BUNDLED_MODELS[0]
+    """Local folder, hub id, or a bundled model (fast_dllm_v2, nemotron_labs_diffusion)."""
+    revision: Annotated[str | None, Parameter(group=_MODEL)] = None
+    """Branch, tag or commit of a hub model; resolved to a commit once."""
+    mask_token_id: Annotated[Int | None, Parameter(group=_MODEL)] = None
+    """Mask token; from the checkpoint unless given."""
+    stop_token_ids: Annotated[tuple[Int, ...] | None, Parameter(group=_MODEL, negative=())] = None
+    """Stop token; repeat for several. From the checkpoint unless given."""
+    backend: Annotated[Backend, Parameter(group=_MODEL)] = "auto"
+    """Implementation of the engine."""
+    dtype: Annotated[Dtype, Parameter(group=_MODEL)] = "auto"
+    """Arithmetic: auto is bfloat16 on a GPU and float32 on a CPU."""
+    device: Annotated[Device, Parameter(group=_MODEL)] = "auto"
+    """Where to decode: auto is the GPUs if the cluster has any."""
+
+    prompts: Annotated[str, Parameter(group=_INPUT)] = BUNDLED_PROMPTS
+    """JSONL, JSON, CSV, text or Parquet files, a folder of them, a saved Arrow dataset, or a hub dataset id (id:name
+    for one of several configurations). Globs are sorted by name; remote URLs (s3://, gs://, https://) take credentials
+    from the usual environment."""
+    split: Annotated[str | None, Parameter(group=_INPUT)] = None
+    """Split of a hub dataset or saved dataset; needed where there are several."""
+    limit: Annotated[Int | None, Parameter(group=_INPUT)] = None
+    """Only the first N input rows."""
+    output: Annotated[str, Parameter(group=_INPUT)] = ""
+    """Folder or URL of the results; the same command on the same folder resumes. Left out: a folder under runs/ named
+    by model, prompts and settings."""
+    carry: Annotated[str, Parameter(group=_INPUT)] = "all"
+    """Input columns copied to the output: all, none, or names (a,b). all leaves out the prompt itself; name it to keep
+    it."""
+    input_prefix: Annotated[str, Parameter(group=_INPUT)] = ""
+    """Put before the name of every carried column, so that none is named like an output column."""
+    overwrite: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    """Delete the results in the output folder and start anew."""
+    retry_failed: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    """Decode failed rows again, except those whose input is at fault."""
+    check: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    """Check every input row, print what is wrong, and decode nothing."""
+
+    prompt_column: Annotated[str | None, Parameter(group=_PROMPT)] = None
+    """Column that holds the prompt; prompt unless given."""
+    prompt_template: Annotated[str | None, Parameter(group=_PROMPT)] = None
+    """Jinja2 template over the row's columns that makes the prompt; an undefined name is an error of the row."""
+    system_prompt: Annotated[str | None, Parameter(group=_PROMPT)] = None
+    """System message for rows that bring none."""
+    chat_template: Annotated[str, Parameter(group=_PROMPT)] = "auto"
+    """auto: the model's; none: prompts go in raw; or a file with a Jinja2 chat template."""
+
+    mode: Annotated[Mode, Parameter(group=_DECODING)] = _ENGINE.mode
+    """How to decode: vanilla is step by step, spiffy verifies drafts (same tokens), specfold folds them (fastest); ar
+    and linear_spec exist for Nemotron-Labs-Diffusion only."""
+    delta: Annotated[float, Parameter(group=_DECODING)] = _ENGINE.delta
+    """Largest relative change at which a draft position inherits from its parent; below 0 nothing folds."""
+    ffn_gate: Annotated[FfnGate, Parameter(group=_DECODING)] = _ENGINE.ffn_gate
+    """own: test again before the FFN; entry: the paper's single test."""
+    drafts: Annotated[Int, Parameter(group=_DECODING)] = _ENGINE.drafts
+    """Draft branches verified beside the main one."""
+    draft_graph: Annotated[str | None, Parameter(group=_DECODING)] = None
+    """JSON file that replaces the default draft graph."""
+    threshold: Annotated[float | None, Parameter(group=_DECODING)] = None
+    """Unmask every position at least this confident; left out: one token a step."""
+    small_block_size: Annotated[Int, Parameter(group=_DECODING)] = _ENGINE.small_block_size
+    """Sub-block of Fast-dLLM-v2."""
+    block_size: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    """Block size; from the checkpoint unless given."""
+    causal_context: Annotated[bool, Parameter(group=_DECODING)] = True
+    """Nemotron-Labs-Diffusion: keys and values of finished blocks come from causal forwards."""
+    max_thinking_tokens: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    """End the thinking part after this many tokens; needs --end-think-token-id."""
+    end_think_token_id: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    """Token that ends the thinking part."""
+    deterministic: Annotated[bool, Parameter(group=_DECODING)] = True
+    """Same tokens whatever the batch, the number of workers and what died."""
+
+    max_new_tokens: Annotated[Int, Parameter(group=_SAMPLING)] = _ENGINE.max_new_tokens
+    """At most this many new tokens, exactly."""
+    temperature: Annotated[float, Parameter(group=_SAMPLING)] = _ENGINE.temperature
+    """0 is greedy."""
+    top_p: Annotated[float, Parameter(group=_SAMPLING)] = _ENGINE.top_p
+    """Keep the likeliest tokens up to this share."""
+    top_k: Annotated[Int, Parameter(group=_SAMPLING)] = _ENGINE.top_k
+    """Keep this many of the likeliest tokens; 0 is off."""
+    num_samples: Annotated[Int, Parameter(group=_SAMPLING)] = 1
+    """Outputs for each input row."""
+    seed: Annotated[Int, Parameter(group=_SAMPLING)] = _ENGINE.seed
+    """Seed of the sampling noise."""
+    stop: Annotated[tuple[str, ...], Parameter(group=_SAMPLING, negative=())] = ()
+    """Text that ends an output; repeat for several."""
+
+    workers: Annotated[Int | None, Parameter(group=_RUNNING)] = None
+    """Worker processes; left out: one for each GPU, or one for each core."""
+    gpus_per_worker: Annotated[float | None, Parameter(group=_RUNNING)] = None
+    """GPUs of one worker, a fraction to share one; left out: 1, or 0 on a CPU."""
+    batch_size: Annotated[Int, Parameter(group=_RUNNING)] = 8
+    """Rows decoded together by a worker."""
+    shard_rows: Annotated[Int | None, Parameter(group=_RUNNING)] = None
+    """Input rows of one output part; left out: fixed by the number of rows (8 to 256, more beyond 2.5 million)."""
+    max_failed: Annotated[float, Parameter(group=_RUNNING)] = 0.05
+    """Share of failed rows above which the exit code is 3."""
+    stall_timeout: Annotated[float, Parameter(group=_RUNNING)] = 300.0
+    """Seconds without progress after which a worker is replaced."""
+
+    chat_template_text: Annotated[str | None, HIDDEN] = None
+    """Content of the chat template's file, read once by the command so that workers need no file."""
+    draft_graph_text: Annotated[str | None, HIDDEN] = None
+    """Content of the draft graph's file, read once by the command."""
+    ray_address: Annotated[str | None, HIDDEN] = None
+    """Where the environment says that a Ray cluster is; None: start a local one."""
+    submitted: Annotated[bool, HIDDEN] = False
+    """Running as a submitted Ray job, in whose working directory nothing lasts."""
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_combinations()
+        try:
+            _ = self.decode
+        except ConfigError as error:
+            raise UserError(_as_flags(str(error))) from None
+
+    def _check_numbers(self) -> None:
+        for name in ("limit", "num_samples", "workers", "batch_size", "shard_rows"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{flag(name)} must be at least 1, not {value}.")
+        _require(0 <= self.max_failed <= 1, f"--max-failed is a share between 0 and 1, not {self.max_failed}.")
+        _require(self.stall_timeout > 0, f"--stall-timeout must be above 0 seconds, not {self.stall_timeout}.")
+        gpus = self.gpus_per_worker
+        _require(gpus is None or gpus >= 0, f"--gpus-per-worker must not be negative, as {gpus} is.")
+        _require(
+            gpus is None or gpus <= 1 or gpus == int(gpus), f"--gpus-per-worker above 1 must be whole, not {gpus}."
+        )
+
+    def _check_combinations(self) -> None:
+        _require(
+            not (self.overwrite and self.retry_failed),
+            "--overwrite starts anew and --retry-failed keeps what there is; give one of them.",
+        )
+        _require(
+            not (self.device == "cpu" and self.gpus_per_worker), "--gpus-per-worker has no meaning with --device cpu."
+        )
+        _require(
+            not (self.chat_template == "none" and self.system_prompt is not None),
+            "--system-prompt needs a chat template, but --chat-template is none.",
+        )
+        _require(
+            self.prompt_template is None or self.prompt_column is None,
+            "--prompt-template makes the prompt and --prompt-column names it; give one of them.",
+        )
+        _require(self.carry.strip() != "", "--carry is all, none or column names such as a,b; it must not be empty.")
+        _require(bool(self.model), "--model must not be empty.")
+        _require(bool(self.prompts), "--prompts must not be empty.")
+
+    @property
+    def decode(self) -> DecodeConfig:
+        """The engine's share of the settings."""
+        return DecodeConfig(**{f.name: getattr(self, f.name) for f in fields(DecodeConfig)})
+
+    def identity(self) -> dict[str, Any]:
+        """Settings that can change a token or a column, as JSON values.
+
+        The driver adds what it alone knows: the model's hash, versions, the device kind, the resolved ``auto`` choices
+        and ``shard_rows``. Files count by content, not by name.
+        """
+        names = {f.name for f in fields(DecodeConfig)} | {
+            "num_samples", "prompt_column", "prompt_template", "system_prompt", "chat_template", "carry",
+            "input_prefix", "shard_rows", "backend", "dtype", "mask_token_id", "stop_token_ids",
+        }  # fmt: skip
+        if not self.deterministic:
+            names.add("batch_size")
+        values = {name: _plain(getattr(self, name)) for name in sorted(names)}
+        for name in ("chat_template", "draft_graph"):
+            text = getattr(self, f"{name}_text")
+            if text is not None:
+                values[name] = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+        return values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as JSON values; credentials inside URLs are left out."""
+        values = {name: _plain(value) for name, value in asdict(self).items() if name != "ray_address"}
+        return values | {name: without_secrets(values[name]) for name in ("model", "prompts", "output")}
+
+    def with_files(self) -> JobConfig:
+        """The same settings with the chat template and the draft graph read from their files."""
+        template = None if self.chat_template in ("auto", "none") else _read(self.chat_template, "--chat-template")
+        graph = None if self.draft_graph is None else _read(self.draft_graph, "--draft-graph")
+        return replace(self, chat_template_text=template, draft_graph_text=graph)
+
+
+def default_shard_rows(num_rows: int | None) -> int:
+    """Input rows of a shard when the user names none: a power of two, a function of the row count alone.
+
+    About 32 shards for a small input, so that a few workers share it and an interruption loses little; 256 rows,
+    roughly a minute of an 8B model on one GPU, for a large one; more only to stay below
+    ``MAX_PARTS``. ``None``: a stream.
+    """
+    if num_rows is None:
+        return STREAM_SHARD_ROWS
+    rows = 8
+    while rows < 256 and rows * 32 < num_rows:
+        rows *= 2
+    while rows * MAX_PARTS < num_rows:
+        rows *= 2
+    return rows
+
+
+def flag(name: str) -> str:
+    """``max_failed`` -> ``--max-failed``."""
+    return "--" + name.replace("_", "-")
+
+
+def without_secrets(url: str) -> str:
+    """The URL without user, password and query, where credentials and signatures are."""
+    if "://" not in url:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _read(path: str, name: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{name} {path} is not UTF-8 text.") from None
+    except OSError as error:
+        raise UserError(f"{name} {path} cannot be read: {error.strerror}.") from None
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _as_flags(message: str) -> str:
+    """The engine's sentence with its settings written as flags."""
+    names = [f.name for f in fields(DecodeConfig)]
+    pattern = "|".join(f"^{name}\\b" if "_" not in name else f"\\b{name}\\b" for name in names)
+    return re.sub(pattern, lambda match: flag(match[0]), message)
