@@ -1,0 +1,151 @@
+"""Draft graphs: which future states of a block are guessed (Spiffy, arXiv:2509.18085).
+
+A candidate (i, j) is the j-th best token at the masked position that the policy would take i-th, both from 0. A
+formula is a set of candidates; the draft's state is the main state plus those tokens. A node's parents are the
+formulas it can be reached from by one denoising step; the main state is the parent of nodes without one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specfold.config import MAX_DRAFTS, ConfigError
+
+FORMAT = "specfold-draft-graph/1"
+MAX_RANK = 64
+
+Formula = frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftGraph:
+    """Nodes in an order in which parents come before children.
+
+    ``parents[n]`` lists nodes by index, empty where only the main state leads to node n. ``origin`` tells where the
+    graph came from (model, data, settings); it does not change decoding.
+    """
+
+    formulas: tuple[Formula, ...]
+    parents: tuple[tuple[int, ...], ...]
+    origin: str = "default"
+
+    def __post_init__(self) -> None:
+        _check(self.formulas, self.parents)
+
+    def __len__(self) -> int:
+        return len(self.formulas)
+
+    @property
+    def num_positions(self) -> int:
+        """Position ranks that the formulas use."""
+        return 1 + max((i for formula in self.formulas for i, _ in formula), default=-1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Token ranks that the formulas use."""
+        return 1 + max((j for formula in self.formulas for _, j in formula), default=-1)
+
+    def fold_parent(self, node: int) -> int:
+        """The parent to fold on: the one that differs in the fewest tokens; -1 is the main state."""
+        return max(self.parents[node], key=lambda p: (len(self.formulas[p]), -p), default=-1)
+
+    def depth(self, node: int) -> int:
+        """Denoising steps from the main state along fold parents, less one."""
+        parent = self.fold_parent(node)
+        return 0 if parent < 0 else 1 + self.depth(parent)
+
+    def prefix(self, num_nodes: int) -> DraftGraph:
+        """The graph of the first nodes."""
+        return DraftGraph(self.formulas[:num_nodes], self.parents[:num_nodes], self.origin)
+
+    def to_json(self) -> dict[str, Any]:
+        nodes = [
+            {"formula": sorted(map(list, formula)), "parents": list(parents)}
+            for formula, parents in zip(self.formulas, self.parents, strict=True)
+        ]
+        return {"format": FORMAT, "origin": self.origin, "nodes": nodes}
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def build_graph(formulas: Iterable[Iterable[tuple[int, int]]], origin: str) -> DraftGraph:
+    """Orders formulas by size and links each to every largest proper subset among them (all its parents).
+
+    Exactly one token a step makes every parent one token smaller; formulas of several tokens a step keep the subsets
+    that no other subset lies between.
+    """
+    ordered = sorted({frozenset(map(tuple, f)) for f in formulas}, key=lambda f: (len(f), sorted(f)))
+    parents = []
+    for n, formula in enumerate(ordered):
+        subsets = [p for p in range(n) if ordered[p] < formula]
+        parents.append(tuple(p for p in subsets if not any(ordered[p] < ordered[q] for q in subsets)))
+    return DraftGraph(tuple(ordered), tuple(parents), origin)  # type: ignore[arg-type]
+
+
+def default_graph(num_drafts: int) -> DraftGraph:
+    """A chain of the most likely continuations, then the orders in which it may come true, then second choices.
+
+    Which formulas pay first follows from counts on the bundled models (docs/log.md).
+    """
+    return build_graph(DEFAULT_ORDER[:num_drafts], "default")
+
+
+def load_graph(path: str | Path, num_drafts: int | None = None) -> DraftGraph:
+    """Reads a graph file. Raises ConfigError with one sentence for a file that is not a sound graph."""
+    try:
+        value = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"The draft graph {path} cannot be read: {str(e).splitlines()[0]}.") from e
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise ConfigError(f"The draft graph {path} is not of format {FORMAT!r}.")
+    try:
+        formulas = tuple(frozenset((int(i), int(j)) for i, j in node["formula"]) for node in value["nodes"])
+        parents = tuple(tuple(int(p) for p in node.get("parents", ())) for node in value["nodes"])
+        graph = DraftGraph(formulas, parents, str(value.get("origin", path)))
+    except (KeyError, TypeError, ValueError) as e:
+        raise ConfigError(f"The draft graph {path} is not sound: {e}") from e
+    if num_drafts is not None and len(graph) < num_drafts:
+        raise ConfigError(
+            f"The draft graph {path} has {len(graph)} nodes, fewer than the {num_drafts} drafts asked for."
+        )
+    return graph
+
+
+def _check(formulas: Sequence[Formula], parents: Sequence[Sequence[int]]) -> None:
+    def require(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    require(len(formulas) <= MAX_DRAFTS, f"A draft graph has at most {MAX_DRAFTS} nodes, not {len(formulas)}.")
+    require(len(set(formulas)) == len(formulas), "Two nodes of the draft graph have the same formula.")
+    for n, formula in enumerate(formulas):
+        require(bool(formula), f"Node {n} of the draft graph has an empty formula.")
+        positions = [i for i, _ in formula]
+        require(len(set(positions)) == len(positions), f"Node {n} of the draft graph names a position twice.")
+        inside = all(0 <= rank < MAX_RANK for candidate in formula for rank in candidate)
+        require(inside, f"Node {n} of the draft graph has a rank outside 0..{MAX_RANK - 1}.")
+        for p in parents[n]:
+            require(0 <= p < n, f"Node {n} of the draft graph has parent {p}, which does not come before it.")
+            require(formulas[p] < formula, f"Node {n} of the draft graph does not contain its parent {p}.")
+
+
+def _chain(length: int) -> list[tuple[int, int]]:
+    return [(i, 0) for i in range(length)]
+
+
+DEFAULT_ORDER: list[list[tuple[int, int]]] = [
+    _chain(1),
+    _chain(2),
+    _chain(3),
+    [(1, 0)],
+    _chain(4),
+    [(0, 0), (2, 0)],
+    _chain(5),
+    [(0, 1)],
+    *map(_chain, range(6, MAX_DRAFTS - 2)),
+]

@@ -1,0 +1,168 @@
+"""The engine's public face: load a checkpoint, decode prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specfold.checkpoint import ModelInfo, load_model, load_tokenizer, local_model_folder, read_model_info
+from specfold.config import ConfigError, DecodeConfig
+from specfold.decoder import Decoder
+from specfold.model import Model
+from specfold.request import Completion, Request
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+IDLE_S = 0.002
+_END = object()
+
+
+class Engine:
+    """One model on one device. Not thread-safe: one thread owns an engine."""
+
+    def __init__(self, model: Model, info: ModelInfo, tokenizer: Any | None) -> None:
+        self.model = model
+        self.info = info
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        device: str = "cpu",
+        dtype: str = "float32",
+        backend: str = "torch",
+        mask_token_id: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        revision: str | None = None,
+    ) -> Engine:
+        """Loads a model folder or hub id. Raises ModelError or ConfigError, one sentence each."""
+        if backend != "torch":
+            raise ConfigError(f"backend {backend!r} does not exist; torch does.")
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
+        try:
+            where = torch.device(device)
+        except RuntimeError:
+            raise ConfigError(f"device {device!r} is not a device torch knows.") from None
+        if where.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA device.")
+        folder = local_model_folder(name, revision)
+        tokenizer = load_tokenizer(folder)
+        stops = None if stop_token_ids is None else tuple(stop_token_ids)
+        info = read_model_info(folder, tokenizer, mask_token_id, stops)
+        return cls(load_model(folder, info, where, DTYPES[dtype]), info, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def family(self) -> str:
+        return self.info.family.name
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and new tokens together must fit."""
+        return self.info.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.info.mask_token_id
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.info.stop_token_ids
+
+    def check_config(self, config: DecodeConfig) -> None:
+        """Raises ConfigError for a setting that this model cannot decode with."""
+        self.info.check_config(config)
+
+    def check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[str, str] | None:
+        """Kind and sentence of what is wrong with a prompt, or None."""
+        return self.info.check_prompt(prompt_ids, max_new_tokens)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        config: DecodeConfig | None = None,
+        row_ids: Sequence[int] | None = None,
+        batch_size: int = 8,
+    ) -> list[Completion]:
+        """Decodes prompts of token ids; results in the order of the prompts.
+
+        ``row_ids`` (default: the index) key the sampling noise. A bad prompt gives a completion with an error.
+        """
+        ids = range(len(prompts)) if row_ids is None else row_ids
+        if len(ids) != len(prompts):
+            raise ConfigError(f"row_ids has {len(ids)} entries for {len(prompts)} prompts.")
+        # The row id keys the noise and may repeat; the place in the list does not.
+        requests = [Request(prompt, row_id=row_id) for prompt, row_id in zip(prompts, ids, strict=True)]
+        place = {id(request): i for i, request in enumerate(requests)}
+        results: list[Completion | None] = [None] * len(requests)
+        for request, completion in self._run(iter(requests), config or DecodeConfig(), batch_size):
+            results[place[id(request)]] = completion
+        return [completion for completion in results if completion is not None]
+
+    def stream(
+        self, requests: Iterable[Request | None], config: DecodeConfig | None = None, batch_size: int = 8
+    ) -> Iterator[Completion]:
+        """Yields rows as they finish; pulls the next request when one of ``batch_size`` slots is free.
+
+        A None from the iterator means that no request is there at the moment: the engine goes on with the rows it has
+        and asks again. With no row active the iterator may block.
+        """
+        for _, completion in self._run(iter(requests), config or DecodeConfig(), batch_size):
+            yield completion
+
+    def _run(
+        self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int
+    ) -> Iterator[tuple[Request, Completion]]:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
+        self.check_config(config)
+        decoder = Decoder(self, config, batch_size)
+        exhausted = False
+        while True:
+            while decoder.has_free_slot and not exhausted:
+                request = next(requests, _END)
+                if request is _END:
+                    exhausted = True
+                elif request is None:
+                    if decoder.idle:
+                        time.sleep(IDLE_S)
+                    break
+                else:
+                    assert isinstance(request, Request)
+                    refused = decoder.admit(request)
+                    if refused is not None:
+                        yield request, refused
+            if not decoder.idle:
+                with fixed_arithmetic(config.deterministic, self.device):
+                    finished = decoder.advance()
+                yield from finished
+            elif exhausted:
+                return
+
+
+@contextmanager
+def fixed_arithmetic(deterministic: bool, device: torch.device) -> Iterator[None]:
+    """On CPU, deterministic decoding runs on one thread: BLAS splits large products over threads in ways that depend
+    on the number of rows, which changes their bits. Workers are the way to use more cores."""
+    threads = torch.get_num_threads()
+    single = deterministic and device.type == "cpu" and threads > 1
+    if single:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if single:
+            torch.set_num_threads(threads)

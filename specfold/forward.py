@@ -1,0 +1,163 @@
+"""The forward over a step's branches, with folding.
+
+Every branch keeps its own residual stream. A folded position takes q, k, v and the feed-forward output from the row of
+its source; attention stays exact for each branch's own keys and values (decoding rules: SpecFold, steps 1 to 6).
+
+A branches, T positions, R recomputed rows, E hidden width, H/G query/key-value heads, D head width, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.attention import merge_block_attention, prefix_attention
+from kernels.gate import residual_gate, resolve_sources
+from kernels.linear import linear_rows, swiglu_rows
+from kernels.norm import rms_norm
+from kernels.rope import apply_rope
+from specfold.branches import BranchList
+from specfold.config import FfnGate
+from specfold.model import LayerWeights, Model
+from specfold.pages import PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class Folding:
+    """The gate's settings; ``delta`` below 0 folds nothing."""
+
+    delta: float
+    ffn_gate: FfnGate
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixView:
+    """Where each slot's prefix lies."""
+
+    pool: PagePool
+    page_table_SP: torch.Tensor
+    prefix_len_S: torch.Tensor
+
+
+@dataclass(slots=True)
+class ForwardOutput:
+    """Hidden states before the last norm [A, T, E], and per layer what else a step needs."""
+
+    hidden_ATE: torch.Tensor
+    fold_qkv_LAT: list[torch.Tensor] = field(default_factory=list)
+    fold_ffn_LAT: list[torch.Tensor] = field(default_factory=list)
+    final_kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Per layer, keys and values [F, T, G, D] of the final branches, in the order of the list."""
+
+
+Observer = Callable[[str, torch.Tensor], None]
+
+
+def forward_branches(
+    model: Model,
+    branches: BranchList,
+    prefix: PrefixView,
+    final_mask_TT: torch.Tensor | None,
+    folding: Folding,
+    observe: Observer | None = None,
+) -> ForwardOutput:
+    """Runs all layers over the branches. ``final_mask_TT`` [T, T] is the attention inside final branches (None: full);
+    other branches see all of their block. ``observe`` gets each layer's hidden states by name."""
+    hidden = torch.nn.functional.embedding(branches.tokens_AT, model.embedding_VE)
+    output = ForwardOutput(hidden)
+    mask_ATT = None
+    if final_mask_TT is not None and bool(branches.final_A.any()):
+        mask_ATT = final_mask_TT[None] | ~branches.final_A[:, None, None]
+    if observe is not None:
+        observe("embed", hidden)
+    for i, layer in enumerate(model.layers):
+        hidden = _layer(model, layer, i, hidden, branches, prefix, mask_ATT, folding, output)
+        if observe is not None:
+            observe(f"layer{i}", hidden)
+    output.hidden_ATE = hidden
+    return output
+
+
+def _layer(
+    model: Model,
+    layer: LayerWeights,
+    index: int,
+    h_ATE: torch.Tensor,
+    branches: BranchList,
+    prefix: PrefixView,
+    mask_ATT: torch.Tensor | None,
+    folding: Folding,
+    output: ForwardOutput,
+) -> torch.Tensor:
+    eps = model.spec.rms_eps
+    flat = h_ATE.flatten(0, 1)
+    fold_qkv_AT = _gate(h_ATE, branches, folding)
+    rows_R, source_AT = resolve_sources(fold_qkv_AT, branches.parent_A, branches.levels)
+    attended = _attention(model, layer, index, flat[rows_R], rows_R, source_AT, branches, prefix, mask_ATT, output)
+    mid_ATE = h_ATE + linear_rows(attended.flatten(0, 1), layer.output_EN).view_as(h_ATE)
+
+    fold_ffn_AT = fold_qkv_AT
+    if folding.ffn_gate == "own" and folding.delta >= 0:
+        fold_ffn_AT = fold_qkv_AT & _gate(mid_ATE, branches, folding)
+        rows_R, source_AT = resolve_sources(fold_ffn_AT, branches.parent_A, branches.levels)
+    normed = rms_norm(mid_ATE.flatten(0, 1)[rows_R], layer.ffn_norm_E, eps)
+    ffn_RE = swiglu_rows(normed, layer.gate_up_2IE, layer.down_EI)
+    output.fold_qkv_LAT.append(fold_qkv_AT)
+    output.fold_ffn_LAT.append(fold_ffn_AT)
+    return mid_ATE + ffn_RE[source_AT]
+
+
+def _gate(h_ATE: torch.Tensor, branches: BranchList, folding: Folding) -> torch.Tensor:
+    if folding.delta < 0:
+        return torch.zeros(h_ATE.shape[:2], dtype=torch.bool, device=h_ATE.device)
+    return residual_gate(h_ATE, branches.parent_A, branches.foldable_A, folding.delta)
+
+
+def _attention(
+    model: Model,
+    layer: LayerWeights,
+    index: int,
+    h_RE: torch.Tensor,
+    rows_R: torch.Tensor,
+    source_AT: torch.Tensor,
+    branches: BranchList,
+    prefix: PrefixView,
+    mask_ATT: torch.Tensor | None,
+    output: ForwardOutput,
+) -> torch.Tensor:
+    """Attention output before its projection, [A, T, H * D]."""
+    spec = model.spec
+    normed = rms_norm(h_RE, layer.attention_norm_E, spec.rms_eps)
+    q, k, v = linear_rows(normed, layer.qkv_NE, layer.qkv_bias_N).split(spec.qkv_sizes, dim=-1)
+    position_R = branches.position_AT.flatten()[rows_R]
+    cos, sin, query_scale = (table[position_R].to(q.dtype) for table in _rope(model, branches))
+    q = apply_rope(q.unflatten(-1, (-1, spec.head_dim)), cos, sin) * query_scale[:, None, None]
+    k = apply_rope(k.unflatten(-1, (-1, spec.head_dim)), cos, sin)
+    v = v.unflatten(-1, (-1, spec.head_dim))
+    scale = spec.head_dim**-0.5
+    state = prefix_attention(
+        q,
+        branches.slot_A.repeat_interleave(source_AT.shape[1])[rows_R],
+        prefix.pool.k[index],
+        prefix.pool.v[index],
+        prefix.page_table_SP,
+        prefix.prefix_len_S,
+        scale,
+    )
+    final = branches.final_A
+    output.final_kv.append((k[source_AT[final]], v[source_AT[final]]))
+    return merge_block_attention(q, k, v, state, source_AT, mask_ATT, scale).flatten(2)
+
+
+def _rope(model: Model, branches: BranchList) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return model.rope_tables(int(branches.position_AT.max()) + 1)
+
+
+def inside_mask(kind: str, size: int, block_size: int, device: torch.device) -> torch.Tensor | None:
+    """Attention among ``size`` positions that start at a block's border: ``full`` (None), ``block`` or ``causal``."""
+    if kind == "full" or size == 1:
+        return None
+    at = torch.arange(size, device=device) // (block_size if kind == "block" else 1)
+    return at[None, :] <= at[:, None]

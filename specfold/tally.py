@@ -1,0 +1,76 @@
+"""Counters of the rows in the slots, added up on the device step by step.
+
+S slots, B branches, K draft depths, L layers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specfold.branches import DENOISE, FINAL, VOID, GraphTensors
+from specfold.stats import DecodeStats
+from specfold.step import StepResult
+
+
+class Tally:
+    """Sums of ``StepResult`` per slot, read and cleared when a row leaves."""
+
+    def __init__(self, num_slots: int, num_layers: int, block_size: int, graph: GraphTensors) -> None:
+        device = graph.depth_B.device
+        depths = torch.arange(1, int(graph.depth_B.max()) + 1, device=device)
+        self._at_depth_BK = (graph.depth_B[:, None] == depths).long()
+        self._rows_per_branch = num_layers * block_size
+        self._block_size = block_size
+        num_depths = len(depths)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros((num_slots, *shape), dtype=torch.long, device=device)
+
+        self.denoise, self.commit = zeros(), zeros()
+        self.qkv_rows, self.ffn_rows = zeros(), zeros()
+        self.proposed, self.accepted, self.draft_rows = zeros(num_depths), zeros(num_depths), zeros(num_depths)
+        self.run_lengths = zeros(len(graph.depth_B))
+        self.folded_qkv, self.folded_ffn = zeros(num_layers, num_depths), zeros(num_layers, num_depths)
+
+    def add(self, result: StepResult) -> None:
+        """Counts one step."""
+        kind_SB = result.kind_SB
+        computed_SB = kind_SB != VOID
+        main_S = kind_SB[:, 0]
+        self.denoise += main_S == DENOISE
+        self.commit += main_S == FINAL
+        rows_S = computed_SB.sum(-1) * self._rows_per_branch
+        self.qkv_rows += rows_S - result.fold_qkv_LSB.sum((0, 2))
+        self.ffn_rows += rows_S - result.fold_ffn_LSB.sum((0, 2))
+        if not self._at_depth_BK.shape[1]:
+            return
+        # Branch 0 has no depth, so the matrix drops it.
+        self.proposed += computed_SB.long() @ self._at_depth_BK
+        self.accepted += result.accepted_SB.long() @ self._at_depth_BK
+        self.draft_rows += (kind_SB == DENOISE).long() @ self._at_depth_BK * self._block_size
+        drafted_S = (main_S == DENOISE).long()
+        self.run_lengths.scatter_add_(1, result.accepted_SB.sum(-1, keepdim=True), drafted_S[:, None])
+        self.folded_qkv += (result.fold_qkv_LSB @ self._at_depth_BK).transpose(0, 1)
+        self.folded_ffn += (result.fold_ffn_LSB @ self._at_depth_BK).transpose(0, 1)
+
+    def take(self, slot: int) -> DecodeStats:
+        """The counters of one slot, which start again from zero."""
+        has_drafts = self.proposed.shape[1] > 0
+        stats = DecodeStats(
+            denoise_forwards=int(self.denoise[slot]),
+            commit_forwards=int(self.commit[slot]),
+            drafts_proposed=int(self.proposed[slot].sum()),
+            drafts_accepted=int(self.accepted[slot].sum()),
+            proposed_by_depth=self.proposed[slot].tolist(),
+            accepted_by_depth=self.accepted[slot].tolist(),
+            run_lengths=self.run_lengths[slot].tolist() if has_drafts else [],
+            recomputed_qkv_rows=int(self.qkv_rows[slot]),
+            recomputed_ffn_rows=int(self.ffn_rows[slot]),
+            draft_rows=self.draft_rows[slot].tolist(),
+            folded_qkv=self.folded_qkv[slot].tolist() if has_drafts else [],
+            folded_ffn=self.folded_ffn[slot].tolist() if has_drafts else [],
+        )
+        for counter in vars(self).values():
+            if isinstance(counter, torch.Tensor) and counter is not self._at_depth_BK:
+                counter[slot] = 0
+        return stats

@@ -1,0 +1,30 @@
+"""Settings shared by all tests, made before anything else is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Triton decides at decoration time whether kernels run in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("SPECFOLD_SHARED", ROOT.parent / "shared"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Evaluation data and golden vectors that do not ship with the project."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no shared data at {SHARED}")
+    return SHARED
