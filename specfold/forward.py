@@ -20,7 +20,7 @@ from kernels.norm import rms_norm
 from kernels.rope import apply_rope
 from specfold.branches import BranchList
 from specfold.config import FfnGate
-from specfold.model import LayerWeights, Model
+from specfold.model import Model
 from specfold.pages import PagePool
 
 
@@ -39,6 +39,20 @@ class PrefixView:
     pool: PagePool
     page_table_SP: torch.Tensor
     prefix_len_S: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of one forward share."""
+
+    branches: BranchList
+    prefix: PrefixView
+    mask_ATT: torch.Tensor | None
+    folding: Folding
+    slot_N: torch.Tensor
+    """Slot of every flattened position, N = A * T."""
+    rope_N: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """cos [N, D], sin [N, D] and query scale [N]."""
 
 
 @dataclass(slots=True)
@@ -70,89 +84,81 @@ def forward_branches(
     mask_ATT = None
     if final_mask_TT is not None and bool(branches.final_A.any()):
         mask_ATT = final_mask_TT[None] | ~branches.final_A[:, None, None]
+    position_N = branches.position_AT.flatten()
+    tables = model.rope_tables(int(position_N.max()) + 1)
+    cos, sin, query_scale = (table[position_N].to(model.dtype) for table in tables)
+    slot_N = branches.slot_A.repeat_interleave(branches.tokens_AT.shape[1])
+    shared = _Step(branches, prefix, mask_ATT, folding, slot_N, (cos, sin, query_scale))
     if observe is not None:
         observe("embed", hidden)
-    for i, layer in enumerate(model.layers):
-        hidden = _layer(model, layer, i, hidden, branches, prefix, mask_ATT, folding, output)
+    for i in range(len(model.layers)):
+        hidden = _layer(model, i, hidden, shared, output)
         if observe is not None:
             observe(f"layer{i}", hidden)
     output.hidden_ATE = hidden
     return output
 
 
-def _layer(
-    model: Model,
-    layer: LayerWeights,
-    index: int,
-    h_ATE: torch.Tensor,
-    branches: BranchList,
-    prefix: PrefixView,
-    mask_ATT: torch.Tensor | None,
-    folding: Folding,
-    output: ForwardOutput,
-) -> torch.Tensor:
-    eps = model.spec.rms_eps
-    flat = h_ATE.flatten(0, 1)
-    fold_qkv_AT = _gate(h_ATE, branches, folding)
-    rows_R, source_AT = resolve_sources(fold_qkv_AT, branches.parent_A, branches.levels)
-    attended = _attention(model, layer, index, flat[rows_R], rows_R, source_AT, branches, prefix, mask_ATT, output)
-    mid_ATE = h_ATE + linear_rows(attended.flatten(0, 1), layer.output_EN).view_as(h_ATE)
+def _layer(model: Model, index: int, h_ATE: torch.Tensor, shared: _Step, output: ForwardOutput) -> torch.Tensor:
+    layer, folding = model.layers[index], shared.folding
+    fold_qkv_AT = _gate(h_ATE, shared)
+    rows_R, source_AT = _resolve(fold_qkv_AT, shared)
+    attended_NX = _attention(model, index, h_ATE.flatten(0, 1)[rows_R], rows_R, source_AT, shared, output)
+    mid_ATE = h_ATE + linear_rows(attended_NX, layer.output_EN).view_as(h_ATE)
 
     fold_ffn_AT = fold_qkv_AT
     if folding.ffn_gate == "own" and folding.delta >= 0:
-        fold_ffn_AT = fold_qkv_AT & _gate(mid_ATE, branches, folding)
-        rows_R, source_AT = resolve_sources(fold_ffn_AT, branches.parent_A, branches.levels)
-    normed = rms_norm(mid_ATE.flatten(0, 1)[rows_R], layer.ffn_norm_E, eps)
+        fold_ffn_AT = fold_qkv_AT & _gate(mid_ATE, shared)
+        rows_R, source_AT = _resolve(fold_ffn_AT, shared)
+    normed = rms_norm(mid_ATE.flatten(0, 1)[rows_R], layer.ffn_norm_E, model.spec.rms_eps)
     ffn_RE = swiglu_rows(normed, layer.gate_up_2IE, layer.down_EI)
     output.fold_qkv_LAT.append(fold_qkv_AT)
     output.fold_ffn_LAT.append(fold_ffn_AT)
     return mid_ATE + ffn_RE[source_AT]
 
 
-def _gate(h_ATE: torch.Tensor, branches: BranchList, folding: Folding) -> torch.Tensor:
-    if folding.delta < 0:
+def _gate(h_ATE: torch.Tensor, shared: _Step) -> torch.Tensor:
+    branches, delta = shared.branches, shared.folding.delta
+    if delta < 0:
         return torch.zeros(h_ATE.shape[:2], dtype=torch.bool, device=h_ATE.device)
-    return residual_gate(h_ATE, branches.parent_A, branches.foldable_A, folding.delta)
+    return residual_gate(h_ATE, branches.parent_A, branches.foldable_A, delta)
+
+
+def _resolve(fold_AT: torch.Tensor, shared: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+    levels = shared.branches.levels if shared.folding.delta >= 0 else []
+    return resolve_sources(fold_AT, shared.branches.parent_A, levels)
 
 
 def _attention(
     model: Model,
-    layer: LayerWeights,
     index: int,
     h_RE: torch.Tensor,
     rows_R: torch.Tensor,
     source_AT: torch.Tensor,
-    branches: BranchList,
-    prefix: PrefixView,
-    mask_ATT: torch.Tensor | None,
+    shared: _Step,
     output: ForwardOutput,
 ) -> torch.Tensor:
-    """Attention output before its projection, [A, T, H * D]."""
-    spec = model.spec
+    """Attention output before its projection, [A * T, H * D]."""
+    spec, layer, prefix = model.spec, model.layers[index], shared.prefix
     normed = rms_norm(h_RE, layer.attention_norm_E, spec.rms_eps)
     q, k, v = linear_rows(normed, layer.qkv_NE, layer.qkv_bias_N).split(spec.qkv_sizes, dim=-1)
-    position_R = branches.position_AT.flatten()[rows_R]
-    cos, sin, query_scale = (table[position_R].to(q.dtype) for table in _rope(model, branches))
+    cos, sin, query_scale = (table[rows_R] for table in shared.rope_N)
     q = apply_rope(q.unflatten(-1, (-1, spec.head_dim)), cos, sin) * query_scale[:, None, None]
     k = apply_rope(k.unflatten(-1, (-1, spec.head_dim)), cos, sin)
     v = v.unflatten(-1, (-1, spec.head_dim))
     scale = spec.head_dim**-0.5
     state = prefix_attention(
         q,
-        branches.slot_A.repeat_interleave(source_AT.shape[1])[rows_R],
+        shared.slot_N[rows_R],
         prefix.pool.k[index],
         prefix.pool.v[index],
         prefix.page_table_SP,
         prefix.prefix_len_S,
         scale,
     )
-    final = branches.final_A
+    final = shared.branches.final_A
     output.final_kv.append((k[source_AT[final]], v[source_AT[final]]))
-    return merge_block_attention(q, k, v, state, source_AT, mask_ATT, scale).flatten(2)
-
-
-def _rope(model: Model, branches: BranchList) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return model.rope_tables(int(branches.position_AT.max()) + 1)
+    return merge_block_attention(q, k, v, state, source_AT, shared.mask_ATT, scale).flatten(2).flatten(0, 1)
 
 
 def inside_mask(kind: str, size: int, block_size: int, device: torch.device) -> torch.Tensor | None:

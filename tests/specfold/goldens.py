@@ -112,3 +112,28 @@ def trace(engine: Engine, config: DecodeConfig, prompt_ids: list[int]) -> Trace:
             finished = decoder.decode()
         if finished:
             return Trace(finished[0][1], states)
+
+
+@cache
+def trace_alone(case_name: str, entry_name: str, mode: str) -> Trace:
+    """A generation entry decoded alone; kept, because several tests compare with it."""
+    case = load_case(case_name)
+    entry = next(e for e in case.entries("generate", "generate_prompt_eq_block") if e["name"] == entry_name)
+    config, stop = settings(entry, mode=mode, delta=0.1, drafts=4)
+    return trace(case.engine_for(stop), config, entry["prompt_ids"])
+
+
+def decode_together(
+    case: Case, entries: list[dict[str, Any]], batch_size: int, **changes: Any
+) -> dict[str, Completion]:
+    """Decodes entries in as few batches as their settings allow; completions by entry name."""
+    groups: dict[tuple[DecodeConfig, int], list[dict[str, Any]]] = {}
+    for entry in entries:
+        config, stop = settings(entry, **changes)
+        groups.setdefault((replace(config, max_new_tokens=1), stop), []).append(entry)
+    results = {}
+    for (config, stop), group in groups.items():
+        requests = [Request(e["prompt_ids"], row_id=i, max_new_tokens=e["n_new"]) for i, e in enumerate(group)]
+        for completion in case.engine_for(stop).stream(iter(requests), config, batch_size):
+            results[group[completion.row_id]["name"]] = completion
+    return results

@@ -6,11 +6,20 @@ import pytest
 import torch
 
 from kernels.norm import rms_norm
-from specfold import DecodeConfig, Request
+from specfold import DecodeConfig
 from specfold.forward import ForwardOutput
 from specfold.pages import PagePool
 from specfold.prefill import Prefill, forward_sequence, write_final_kv
-from tests.specfold.goldens import CASES, Case, expected_ids, load_case, settings, trace
+from tests.specfold.goldens import (
+    CASES,
+    Case,
+    decode_together,
+    expected_ids,
+    load_case,
+    settings,
+    trace,
+    trace_alone,
+)
 
 pytestmark = pytest.mark.usefixtures("shared")
 ATOL = 1e-3
@@ -42,8 +51,8 @@ def golden_forwards(case: Case, entry: dict, stop: int) -> dict[str, int]:
 
 def test_vanilla_reproduces_tokens_forwards_and_states(case: Case) -> None:
     for entry in case.entries("generate", "generate_prompt_eq_block"):
-        config, stop = settings(entry)
-        got = trace(case.engine_for(stop), config, entry["prompt_ids"])
+        _, stop = settings(entry)
+        got = trace_alone(case.name, entry["name"], "vanilla")
         ids, reason = expected_ids(entry, stop)
         assert (got.completion.token_ids, got.completion.finish_reason) == (ids, reason), entry["name"]
         want = golden_forwards(case, entry, stop)
@@ -53,53 +62,32 @@ def test_vanilla_reproduces_tokens_forwards_and_states(case: Case) -> None:
         assert states == golden_states(case, entry, stop), entry["name"]
 
 
-def speculative_configs(entry: dict) -> dict[str, tuple[DecodeConfig, int]]:
-    return {
-        "spiffy": settings(entry, mode="spiffy", drafts=4),
-        "specfold delta 0": settings(entry, mode="specfold", drafts=8, delta=0.0, ffn_gate="own"),
-    }
-
-
-def test_lossless_modes_give_the_same_tokens_with_fewer_forwards(case: Case) -> None:
-    saved = dict.fromkeys(("spiffy", "specfold delta 0"), 0)
-    for entry in case.entries("generate", "generate_prompt_eq_block"):
-        config, stop = settings(entry)
-        want = sum(golden_forwards(case, entry, stop).values())
-        for mode, (config, stop) in speculative_configs(entry).items():
-            got = trace(case.engine_for(stop), config, entry["prompt_ids"]).completion
-            assert got.token_ids == expected_ids(entry, stop)[0], (entry["name"], mode)
-            assert got.stats.num_forwards <= want, (entry["name"], mode)
-            saved[mode] += want - got.stats.num_forwards
-    assert all(forwards > 0 for forwards in saved.values()), saved
-
-
-@pytest.mark.parametrize("mode", ["vanilla", "spiffy", "specfold"])
-def test_a_batch_gives_what_each_row_gives_alone(case: Case, mode: str) -> None:
-    """Rows of all lengths in different phases, under both a threshold and one token a step."""
-    entries = case.entries("generate")
-    by_settings: dict[tuple, list[dict]] = {}
+@pytest.mark.parametrize("changes", [{"mode": "spiffy", "drafts": 4}, {"mode": "specfold", "drafts": 8, "delta": 0.0}])
+def test_lossless_modes_give_the_same_tokens_with_fewer_forwards(case: Case, changes: dict) -> None:
+    entries = case.entries("generate", "generate_prompt_eq_block")
+    got = decode_together(case, entries, batch_size=8, **changes)
+    saved = 0
     for entry in entries:
-        config, stop = settings(entry, mode=mode, delta=0.1, drafts=4)
-        by_settings.setdefault(
-            (
-                *(
-                    getattr(config, f)
-                    for f in ("threshold", "small_block_size", "block_size", "causal_context", "max_thinking_tokens")
-                ),
-                stop,
-            ),
-            [],
-        ).append(entry)
-    largest = max(by_settings.values(), key=len)
-    config, stop = settings(largest[0], mode=mode, delta=0.1, drafts=4)
-    engine = case.engine_for(stop)
-    requests = [Request(e["prompt_ids"], row_id=i, max_new_tokens=e["n_new"]) for i, e in enumerate(largest)]
-    together = {c.row_id: c for c in engine.stream(iter(requests), config, batch_size=3)}
-    for i, entry in enumerate(largest):
-        alone = trace(engine, settings(entry, mode=mode, delta=0.1, drafts=4)[0], entry["prompt_ids"]).completion
-        assert together[i].token_ids == alone.token_ids, entry["name"]
+        _, stop = settings(entry)
+        completion = got[entry["name"]]
+        assert completion.token_ids == expected_ids(entry, stop)[0], entry["name"]
+        want = sum(golden_forwards(case, entry, stop).values())
+        assert completion.stats.num_forwards <= want, entry["name"]
+        saved += want - completion.stats.num_forwards
+    assert saved > 0
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "specfold"])
+def test_a_batch_gives_what_each_row_gives_alone(case: Case, mode: str) -> None:
+    """Rows of all lengths in different phases; three slots, so that rows join while others decode."""
+    entries = case.entries("generate")
+    together = decode_together(case, entries, batch_size=3, mode=mode, delta=0.1, drafts=4)
+    for entry in entries[:: 1 if mode == "vanilla" else 3]:
+        alone = trace_alone(case.name, entry["name"], mode).completion
+        got = together[entry["name"]]
+        assert got.token_ids == alone.token_ids, entry["name"]
         for counter in ("denoise_forwards", "accepted_by_depth", "recomputed_qkv_rows", "folded_qkv", "folded_ffn"):
-            assert getattr(together[i].stats, counter) == getattr(alone.stats, counter), (entry["name"], counter)
+            assert getattr(got.stats, counter) == getattr(alone.stats, counter), (entry["name"], counter)
 
 
 def test_two_prompts_at_once_match_the_official_batch(case: Case) -> None:
