@@ -1,0 +1,206 @@
+"""The engine's one thread: rows of several open shards in, finished shards out. Knows nothing of Ray or of files.
+
+Shards share the engine's slots, so that one long row holds back its own shard and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.messages import RowKey, WorkerState
+from specfold.config import DecodeConfig
+from specfold.request import ERROR, Completion, Request
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine."""
+
+    def stream(
+        self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int
+    ) -> Iterator[Completion]: ...
+
+
+class Log(Protocol):
+    """Told of each row before the engine gets it and after it is done."""
+
+    def admit(self, key: RowKey) -> None: ...
+
+    def release(self, key: RowKey) -> None: ...
+
+
+@dataclass
+class OpenShard:
+    """A shard being decoded: what waits, what is done."""
+
+    index: int
+    waiting: deque[Request]
+    alone: deque[Request] = field(default_factory=deque)
+    """Rows that must have the engine to themselves; they go first."""
+    results: dict[RowKey, Completion] = field(default_factory=dict)
+    missing: int = 0
+    """Rows that have no result yet."""
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.waiting) + len(self.alone)
+
+
+class DecodeLoop:
+    """Feeds an engine from open shards, first come first served, until closed.
+
+    ``on_finished(shard)`` is called from the loop's thread when a shard's last row is done, ``on_room()`` when fewer
+    than a batch of rows wait, ``on_failure(error)`` once if the engine raises; the loop has then ended.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        config: DecodeConfig,
+        batch_size: int,
+        log: Log,
+        *,
+        on_finished: Callable[[OpenShard], None],
+        on_room: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._engine, self._config, self._batch_size, self._log = engine, config, batch_size, log
+        self._on_finished, self._on_room, self._on_failure = on_finished, on_room, on_failure
+        self._changed = threading.Condition()
+        self._shards: list[OpenShard] = []
+        self._active: dict[RowKey, OpenShard] = {}
+        self._alone = False
+        self._closed = False
+        self._waiting = 0
+        self._counts: dict[str, int] = dict.fromkeys(
+            ("rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted"), 0
+        )
+        self._pulse = 0
+        self._seconds = [0.0, 0.0]  # idle, busy
+        self._busy = False
+        self._since = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, shard: OpenShard) -> None:
+        """Open a shard; its rows follow those that wait already. A shard with nothing to decode is finished at once."""
+        if not shard.missing:
+            self._on_finished(shard)
+            return
+        with self._changed:
+            self._shards.append(shard)
+            self._waiting += shard.missing
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let the loop end after the rows that it has."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    @property
+    def waiting_rows(self) -> int:
+        return self._waiting
+
+    def count_failed(self, rows: int) -> None:
+        """Add rows that failed before decoding to the live counters."""
+        with self._changed:
+            self._counts["rows_done"] += rows
+            self._counts["rows_failed"] += rows
+
+    def state(self) -> WorkerState:
+        """Live counters; ``pulse`` grows with every step of an engine that counts its steps, else with every row."""
+        with self._changed:
+            self._switch(self._busy)
+        return WorkerState(
+            loading=False,
+            waiting_rows=self._waiting,
+            active_rows=len(self._active),
+            idle_s=self._seconds[0],
+            busy_s=self._seconds[1],
+            pulse=self._pulse + int(getattr(self._engine, "num_steps", 0)),
+            **self._counts,
+        )
+
+    def _run(self) -> None:
+        try:
+            for completion in self._engine.stream(self._requests(), self._config, self._batch_size):
+                self._finish(completion)
+        except BaseException as error:
+            self._on_failure(error)
+
+    def _requests(self) -> Iterator[Request | None]:
+        """What the engine pulls from: a row, or None to go on with those it has; blocks when it has none."""
+        while True:
+            request = self._next()
+            if request is None and not self._active:
+                with self._changed:
+                    while (request := self._next()) is None and not self._closed:
+                        self._changed.wait()
+                if request is None:
+                    return
+            self._pulse += 1
+            yield request
+
+    def _next(self) -> Request | None:
+        """Take the next row, if one may join those in the engine. A row to be decoded alone waits until it is empty."""
+        with self._changed:
+            if self._alone:
+                return None
+            shard = next((s for s in self._shards if s.alone), None)
+            if shard is not None:
+                if self._active:
+                    return None
+                self._alone = True
+                return self._admit(shard, shard.alone.popleft())
+            shard = next((s for s in self._shards if s.waiting), None)
+            return self._admit(shard, shard.waiting.popleft()) if shard else None
+
+    def _admit(self, shard: OpenShard, request: Request) -> Request:
+        key = RowKey(request.row_id, request.sample_id)
+        self._log.admit(key)
+        self._active[key] = shard
+        self._waiting -= 1
+        if not self._busy:
+            self._switch(True)
+        if self._waiting == self._batch_size - 1:
+            self._on_room()
+        return request
+
+    def _finish(self, completion: Completion) -> None:
+        key = RowKey(completion.row_id, completion.sample_id)
+        with self._changed:
+            shard = self._active.pop(key)
+            self._log.release(key)
+            self._alone = False
+            self._count(completion)
+            shard.results[key] = completion
+            shard.missing -= 1
+            if not self._active and not self._waiting:
+                self._switch(False)
+            if not shard.missing:
+                self._shards.remove(shard)
+        if not shard.missing:
+            self._on_finished(shard)
+
+    def _switch(self, busy: bool) -> None:
+        """Close the books on the time since the last change from idle to busy or back."""
+        now = time.monotonic()
+        self._seconds[self._busy] += now - self._since
+        self._busy, self._since = busy, now
+
+    def _count(self, completion: Completion) -> None:
+        counts, stats = self._counts, completion.stats
+        counts["rows_done"] += 1
+        if completion.finish_reason == ERROR:
+            counts["rows_failed"] += 1
+            return
+        counts["output_tokens"] += len(completion.token_ids)
+        counts["forwards"] += stats.num_forwards
+        counts["drafts_proposed"] += stats.drafts_proposed
+        counts["drafts_accepted"] += stats.drafts_accepted

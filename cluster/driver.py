@@ -1,0 +1,86 @@
+"""The two commands of the main job: run it, or only check its input."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from queue import SimpleQueue
+
+from rich.console import Console
+
+from cluster.check import RowCheck, check_rows
+from cluster.config import JobConfig, default_shard_rows
+from cluster.errors import UserError
+from cluster.events import Event, Wake
+from cluster.identity import resolve
+from cluster.inputs import open_input
+from cluster.job import Job, choose_device, limited
+from cluster.lease import Lease, is_held
+from cluster.models import resolve_model
+from cluster.progress import open_view
+from cluster.rundir import RunDir
+from cluster.schema import carried_schema
+from cluster.session import Interrupted, OutputKeeper, StopSignals, ray_map, ray_session, runtime_env
+from cluster.storage import Store
+
+DEFAULT_ENGINE = "specfold.engine:Engine.from_pretrained"
+
+
+def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
+    """Decode the input into ``config.output``; returns the exit code.
+
+    ``engine_factory``: ``module:callable`` that workers call to make their engine. Raises ``UserError`` for what the
+    user can mend; its ``exit_code`` is the command's.
+    """
+    source = open_input(config)
+    model = resolve_model(config.model, config.revision)
+    store = Store(config.output)
+    RunDir(store).read()  # a foreign folder is refused before Ray takes its seconds to start
+    console = Console()
+    events: SimpleQueue[Event] = SimpleQueue()
+    with ray_session(config.ray_address, config.workers), StopSignals(lambda: events.put(Wake())) as signals:
+        token = secrets.token_hex(8)
+        view = open_view(console)
+        lease = Lease(store, token, view.say)
+        keeper = OutputKeeper(store.url, partial(is_held, store))
+        signals.last_words.append(lease.release)
+        try:
+            keeper.acquire()
+            lease.acquire()
+            job = Job(
+                config, source, model, store, lease=lease, token=token, signals=signals, events=events, view=view,
+                console=console, engine_factory=engine_factory,
+            )  # fmt: skip
+            return job.run()
+        except Interrupted as interrupted:
+            view.say(f"Stopped by {interrupted}; the same command goes on from here.")
+            return interrupted.exit_code
+        finally:
+            view.close()
+            lease.release()
+            keeper.release()
+
+
+def check_job(config: JobConfig) -> int:
+    """Check every input row and print what is wrong; decodes nothing and writes nothing. Returns the exit code."""
+    source = open_input(config)
+    model = resolve_model(config.model, config.revision)
+    console = Console()
+    with ray_session(config.ray_address, config.workers):
+        rows = limited(source.count(), config.limit)
+        shard_rows = config.shard_rows or default_shard_rows(rows)
+        settled = resolve(config, choose_device(config), shard_rows)
+        environment = runtime_env(settled.device == "cpu")
+        carried = carried_schema(source, settled, partial(ray_map, "column types", environment))
+        found = check_rows(source, settled, model, carried, config.limit, partial(ray_map, "check rows", environment))
+    for line in [*found.report(), _plan(found, settled)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if found.num_failed == found.rows:
+        raise UserError(f"no row can be decoded: {found.first_problem()}")
+    return 0
+
+
+def _plan(found: RowCheck, config: JobConfig) -> str:
+    shard_rows = config.shard_rows or 1
+    outputs = found.rows * config.num_samples
+    return f"{outputs:,} outputs in {-(-found.rows // shard_rows):,} parts of {shard_rows:,} input rows."

@@ -1,0 +1,147 @@
+"""The driver's side of dispatching: which workers take part, what is shown, when ``summary.json`` is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster.identity import DEVICE, differences, other_versions, token_versions
+from cluster.messages import ShardRecord, WorkerInfo, WorkerState
+from cluster.progress import Snapshot, View
+from cluster.roster import Live
+from cluster.rundir import RunDir, RunFile
+from cluster.storage import Store
+from cluster.summary import Tally, read_summary, write_summary
+
+SUMMARY_S, SHOW_S = 10.0, 0.5
+_MAX_SESSIONS = 100
+
+
+class Admission:
+    """Holds workers against the run's identity. The first one of a new run completes it and creates ``run.json``."""
+
+    def __init__(self, rundir: RunDir, run: RunFile, *, is_new: bool) -> None:
+        self._rundir, self._run, self._is_new = rundir, run, is_new
+        self._is_first = True
+        self.identity = "" if is_new else run.hash
+        """The hash for the footers."""
+
+    def admit(self, info: WorkerInfo) -> str | None:
+        """Why a worker may not take part, if so. ``UserError`` if the first of a resumed run is of another kind."""
+        versions = token_versions()
+        if info.versions != versions:
+            return f"its packages differ ({'; '.join(differences(versions, info.versions))})."
+        if self._is_first:
+            self._admit_first(info.device_kind)
+            self._is_first = False
+        kind = self._run.identity[DEVICE]
+        if info.device_kind == kind or not self._run.identity["deterministic"]:
+            return None
+        return f"the run is made on {kind} and it has {info.device_kind}, where tokens could differ."
+
+    def _admit_first(self, kind: str) -> None:
+        whole = self._run.with_identity(DEVICE, kind)
+        if self._is_new:
+            self._run = whole
+            self._rundir.create(whole)
+            self.identity = whole.hash
+        else:
+            self._rundir.require_same(self._run, whole.identity)
+
+
+class SummaryFile:
+    """``summary.json`` of a session: refreshed while it runs, final at its end."""
+
+    def __init__(self, store: Store, tally: Tally, total_rows: int | None) -> None:
+        self._store, self._tally, self._total_rows = store, tally, total_rows
+        self._started, self._begin = time.time(), time.monotonic()
+        self._sessions = read_summary(store).get("sessions", [])[-_MAX_SESSIONS:]
+        self._versions = token_versions() | other_versions() | {"git": _git_commit()}
+
+    def write(self, state: str, exit_code: int | None = None, missing: str = "") -> dict[str, Any]:
+        """Publish the totals; returns them."""
+        seconds = time.monotonic() - self._begin
+        values = self._tally.to_dict(seconds)
+        values["rows"] = {"total": self._total_rows} | values["rows"]
+        session = values.pop("session") | {
+            "state": state, "exit_code": exit_code, "started": _utc(self._started), "host": os.uname().nodename,
+            "workers": len(values["workers"]), "versions": self._versions,
+        }  # fmt: skip
+        values = {"state": state, "missing_shards": missing, "updated": _utc(time.time())} | values
+        values["sessions"] = [*self._sessions, session]
+        write_summary(self._store, values)
+        return values
+
+
+class JobHost:
+    """What the dispatcher tells the driver, passed on to the tally, the view and the summary."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        tally: Tally,
+        view: View,
+        summary: SummaryFile,
+        total_rows: int | None,
+        check: Callable[[], None],
+    ) -> None:
+        self._admission, self._tally, self._view, self._summary = admission, tally, view, summary
+        self._total_rows, self._check = total_rows, check
+        self._shown = self._written = time.monotonic()
+
+    @property
+    def identity(self) -> str:
+        return self._admission.identity
+
+    def admit(self, info: WorkerInfo) -> str | None:
+        return self._admission.admit(info)
+
+    def finished(self, record: ShardRecord) -> None:
+        self._tally.add(record, fresh=True)
+
+    def observe(self, worker: str, state: WorkerState) -> None:
+        self._tally.observe(worker, state)
+
+    def say(self, message: str) -> None:
+        self._view.say(message)
+
+    def tick(self, live: Live, wanted: int) -> None:
+        """Show and save where the job is; raises what must end it (a signal, a lost lease)."""
+        self._check()
+        now = time.monotonic()
+        if now - self._shown >= SHOW_S:
+            self._shown = now
+            self._view.show(self._snapshot(live, wanted))
+        if now - self._written >= SUMMARY_S and self.identity:
+            self._written = now
+            self._summary.write("running")
+
+    def _snapshot(self, live: Live, wanted: int) -> Snapshot:
+        rows = self._tally.rows + live.unfinished_rows
+        return Snapshot(
+            rows=rows if self._total_rows is None else min(rows, self._total_rows),
+            total_rows=self._total_rows,
+            rows_failed=live.failed,
+            output_tokens=live.output_tokens,
+            drafts_proposed=live.drafts_proposed,
+            drafts_accepted=live.drafts_accepted,
+            workers_up=live.workers_up,
+            workers=wanted,
+        )
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _git_commit() -> str | None:
+    """The program's commit, where it runs from a checkout."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,80 @@
+"""What makes two runs the same: all that can change a token or a column, and how a difference is told."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from dataclasses import replace
+from importlib import metadata
+from typing import Any, Literal
+
+import orjson
+
+from cluster.config import JobConfig
+from cluster.models import ModelRef
+
+DEVICE = "device"
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers")
+_RECORDED = ("ray", "pyarrow", "datasets", "numpy", "specfold")
+
+
+def resolve(config: JobConfig, device: Literal["cpu", "cuda"], shard_rows: int) -> JobConfig:
+    """The settings with every ``auto`` choice made; they are kept in ``run.json``."""
+    return replace(
+        config,
+        device=device,
+        shard_rows=shard_rows,
+        dtype=("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype,
+        backend="torch" if config.backend == "auto" else config.backend,
+    )
+
+
+def run_identity(config: JobConfig, model: ModelRef) -> dict[str, Any]:
+    """The identity of a resolved job, but for the device kind, which the first worker tells."""
+    from specfold import ENGINE_VERSION
+
+    pinned = f"{model.repo}@{model.commit}" if model.commit else model.content_hash
+    return config.identity() | {"model": pinned, "engine": ENGINE_VERSION} | token_versions()
+
+
+def identity_hash(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def differences(run: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One text per differing key, as ``delta: 0.1 in the run, 0.2 now``."""
+    return [
+        f"{key}: {_show(run.get(key))} in the run, {_show(now.get(key))} now"
+        for key in sorted(run.keys() | now.keys())
+        if run.get(key) != now.get(key)
+    ]
+
+
+def token_versions() -> dict[str, str | None]:
+    """Versions of the packages that can change a token."""
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def other_versions() -> dict[str, str | None]:
+    """Versions that are recorded only."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in _RECORDED}
+
+
+def device_kind(device: str) -> str:
+    """The GPU's name, or the instruction set that a CPU's arithmetic depends on."""
+    import torch
+
+    if device == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()

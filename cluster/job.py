@@ -1,0 +1,244 @@
+"""One job between its first look at the output folder and its exit code: check, decode, sum up."""
+
+from __future__ import annotations
+
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import ray
+from rich.console import Console
+
+from cluster.check import check_rows, rows_to_check
+from cluster.config import JobConfig, default_shard_rows
+from cluster.dispatch import Dispatcher
+from cluster.errors import UserError
+from cluster.events import Event, Wake
+from cluster.feed import InputFeed
+from cluster.host import Admission, JobHost, SummaryFile
+from cluster.identity import resolve, run_identity
+from cluster.lease import Lease
+from cluster.ledger import Ledger
+from cluster.messages import WorkerPlan
+from cluster.models import ModelRef
+from cluster.pool import RayPool
+from cluster.progress import View
+from cluster.resume import Survey, restore_stats, survey
+from cluster.rundir import RunDir, RunFile, describe_run
+from cluster.schema import Map, carried_schema
+from cluster.session import Interrupted, StopSignals, ray_map, runtime_env
+from cluster.shards import InputSource
+from cluster.sink import DATA
+from cluster.storage import Store
+from cluster.summary import SHARDS, Tally, summary_table
+
+EXIT_MISSING, EXIT_CONFIG, EXIT_FAILED = 1, 2, 3
+
+
+class Job:
+    """A job whose Ray is up and whose output is held by this driver alone."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        source: InputSource,
+        model: ModelRef,
+        store: Store,
+        *,
+        lease: Lease,
+        token: str,
+        signals: StopSignals,
+        events: SimpleQueue[Event],
+        view: View,
+        console: Console,
+        engine_factory: str,
+    ) -> None:
+        self._config, self._source, self._model, self._store = config, source, model, store
+        self._lease, self._token, self._signals, self._events = lease, token, signals, events
+        self._view, self._console, self._engine_factory = view, console, engine_factory
+        self._rundir = RunDir(store)
+        self._tally = Tally()
+        self._num_rows = limited(source.count(), config.limit)
+        self._num_shards: int | None = None
+
+    def run(self) -> int:
+        """Do what is left to do; returns the exit code. Raises ``UserError`` or ``Interrupted``."""
+        existing = self._open_rundir()
+        config, admission, schema = self._settle(existing)
+        left = self._survey(existing, config)
+        self._check_rows(config, schema)
+        total = None if self._num_rows is None else self._num_rows * config.num_samples
+        summary = SummaryFile(self._store, self._tally, total)
+        host = JobHost(admission, self._tally, self._view, summary, total, self._check_alive)
+        try:
+            self._decode(config, schema, left, host)
+        except (UserError, Interrupted) as error:
+            self._count_unretried(left)
+            if admission.identity:
+                state = "interrupted" if isinstance(error, Interrupted) else "stopped"
+                summary.write(state, error.exit_code, self._missing())
+            if isinstance(error, UserError) and error.exit_code == EXIT_MISSING and self._missing():
+                raise UserError(f"{error} Missing shards: {self._missing()}.", EXIT_MISSING) from None
+            raise
+        return self._finish(summary)
+
+    def _open_rundir(self) -> RunFile | None:
+        existing = self._rundir.read()
+        if existing and self._config.overwrite:
+            self._rundir.erase()
+            existing = None
+        self._rundir.clean()
+        return existing
+
+    def _settle(self, existing: RunFile | None) -> tuple[JobConfig, Admission, Any]:
+        """Make every ``auto`` choice, once for the life of the run."""
+        shard_rows = self._config.shard_rows or (
+            existing.shard_rows if existing else default_shard_rows(self._num_rows)
+        )
+        config = resolve(self._config, choose_device(self._config), shard_rows)
+        identity = run_identity(config, self._model)
+        if self._num_rows is not None:
+            self._num_shards = -(-self._num_rows // shard_rows)
+        if existing:
+            self._rundir.require_same(existing, identity)
+            return config, Admission(self._rundir, existing, is_new=False), existing.schema
+        schema = carried_schema(self._source, config, self._helpers(config, "column types"))
+        run = describe_run(config, identity, schema, self._source.files, self._model)
+        return config, Admission(self._rundir, run, is_new=True), schema
+
+    def _survey(self, existing: RunFile | None, config: JobConfig) -> Survey:
+        """What the parts of earlier sessions are worth; those that stand are counted."""
+        if existing is None:
+            return Survey()
+        shards = self._source.shards(existing.shard_rows, config.limit)
+        found = survey(
+            self._rundir, existing.hash, shards, num_samples=config.num_samples, retry_failed=config.retry_failed
+        )
+        restore_stats(self._store, [*found.records.values(), *found.retry.values()])
+        for index in sorted(found.records):
+            self._tally.add(found.records.pop(index), fresh=False)
+        for message in found.broken.values():
+            self._view.say(f"Run again: {message}")
+        if found.done:
+            self._view.say(f"Resuming: {len(found.done):,} parts with {self._tally.rows:,} rows are there.")
+        return found
+
+    def _check_rows(self, config: JobConfig, schema: Any) -> None:
+        """Find bad input before any GPU time is spent on it."""
+        rows = rows_to_check(self._num_rows)
+        rows = config.limit if rows is None else min(rows, config.limit or rows)
+        run = self._helpers(config, "check rows")
+        found = check_rows(self._source, config, self._model, schema, rows, run)
+        for line in found.report() if found.num_failed or found.warnings else ():
+            self._view.say(line)
+        if found.rows == found.num_failed and found.rows == (self._num_rows or found.rows):
+            raise UserError(f"no row can be decoded: {found.first_problem()}")
+
+    def _decode(self, config: JobConfig, schema: Any, left: Survey, host: JobHost) -> None:
+        if self._num_shards is not None and len(left.done) >= self._num_shards:
+            return
+        plan = WorkerPlan(
+            config, self._model, schema, self._store.url, self._engine_factory, config.device, self._token
+        )
+        feed = InputFeed(self._source.shards(config.shard_rows or 1, config.limit), left, self._wake)
+        num_left = None if self._num_shards is None else self._num_shards - len(left.done)
+        pool = RayPool(
+            plan,
+            self._events.put,
+            resources=worker_resources(config),
+            runtime_env=runtime_env(config.device == "cpu"),
+            count=partial(worker_count, config, num_left),
+        )
+        self._signals.last_words.append(pool.close)
+        try:
+            dispatcher = Dispatcher(pool, Ledger(feed), host, self._events, stall_s=config.stall_timeout)
+            dispatcher.run()
+            self._num_shards = feed.num_shards
+        finally:
+            feed.close()
+            pool.close()
+
+    def _finish(self, summary: SummaryFile) -> int:
+        failed = self._tally.num_failed > self._config.max_failed * max(self._tally.rows, 1)
+        code = EXIT_FAILED if failed else 0
+        self._store.write(SHARDS, self._tally.shards_file())
+        values = summary.write("done", code)
+        self._view.close()
+        self._console.print(summary_table(values, self._store.path(DATA)))
+        if failed:
+            self._view.say(
+                f"{self._tally.num_failed:,} of {self._tally.rows:,} rows have failed, more than --max-failed "
+                f"{self._config.max_failed:g}; --retry-failed decodes again those whose input is not at fault."
+            )
+        return code
+
+    def _count_unretried(self, left: Survey) -> None:
+        """Parts that were to be improved and were not are still there."""
+        for index, record in left.retry.items():
+            if not self._tally.has(index):
+                self._tally.add(record, fresh=False)
+
+    def _missing(self) -> str:
+        """Shards without a part, as ranges."""
+        if self._num_shards is None:
+            return ""
+        return ranges([index for index in range(self._num_shards) if not self._tally.has(index)])
+
+    def _helpers(self, config: JobConfig, name: str) -> Map:
+        return partial(ray_map, name, runtime_env(config.device == "cpu"))
+
+    def _check_alive(self) -> None:
+        self._signals.check()
+        if self._lease.lost:
+            raise UserError(f"stopped: {self._lease.lost}", EXIT_MISSING)
+
+    def _wake(self) -> None:
+        self._events.put(Wake())
+
+
+def limited(rows: int | None, limit: int | None) -> int | None:
+    """Input rows of a job; None if unknown."""
+    if rows is None or limit is None:
+        return rows
+    return min(rows, limit)
+
+
+def choose_device(config: JobConfig) -> Literal["cpu", "cuda"]:
+    """The GPUs if the cluster has any, unless the user has said so."""
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    if config.device == "cuda" and not has_gpus and config.ray_address is None:
+        raise UserError("--device cuda was given, but Ray finds no GPU on this machine.")
+    if config.device != "auto":
+        return config.device
+    return "cuda" if has_gpus or config.gpus_per_worker else "cpu"
+
+
+def worker_resources(config: JobConfig) -> dict[str, float]:
+    """What Ray sets aside for a worker."""
+    if config.device == "cpu":
+        return {"num_cpus": 1}
+    return {"num_cpus": 1, "num_gpus": 1 if config.gpus_per_worker is None else config.gpus_per_worker}
+
+
+def worker_count(config: JobConfig, num_left: int | None) -> int:
+    """How many workers to have now: what was asked for or what the cluster holds, never more than shards."""
+    resources = ray.cluster_resources()
+    if config.workers is not None:
+        count = config.workers
+    elif config.device == "cpu":
+        count = int(resources.get("CPU", 1))
+    else:
+        gpus = worker_resources(config)["num_gpus"] or 1
+        count = int(resources.get("GPU", 0)) * int(1 / gpus) if gpus < 1 else int(resources.get("GPU", 0) / gpus)
+    return max(count if num_left is None else min(count, num_left), 1)
+
+
+def ranges(indexes: list[int]) -> str:
+    """``[1, 2, 3, 7]`` -> ``1-3, 7``."""
+    runs: list[list[int]] = []
+    for index in indexes:
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

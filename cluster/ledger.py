@@ -1,0 +1,155 @@
+"""Which shard is where, and which rows are to blame for dead workers. Knows neither Ray nor time.
+
+A death on a live node makes suspects of the rows that were in the engine. They run again singly, on one worker at a
+time; a row that kills two processes while it is alone in the engine becomes an error row, and all others are cleared.
+Only a death alone is evidence, and only on a worker that has finished a row before: a process can be killed from
+outside, and a GPU can be broken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.messages import RowKey, ShardTask
+
+MAX_KILLS = 2
+
+
+@dataclass
+class Work:
+    """A shard to run. ``payload`` is its raw rows, or whatever stands for them once a pool has stored them."""
+
+    index: int
+    first_row: int
+    input_rows: int
+    payload: Any
+    keep: bool = False
+    alone: list[RowKey] = field(default_factory=list)
+    blamed: dict[RowKey, tuple[str, str]] = field(default_factory=dict)
+    """Error kind and message of rows that are given up."""
+    died_on: int | None = None
+    """Slot of the worker that last died with suspects of this shard."""
+
+    def task(self, identity: str) -> ShardTask:
+        return ShardTask(identity, self.keep, tuple(self.alone), dict(self.blamed))
+
+
+class Feed(Protocol):
+    """Where new shards come from."""
+
+    def take(self) -> Work | None:
+        """The next shard; None if there is none at the moment."""
+        ...
+
+    @property
+    def exhausted(self) -> bool: ...
+
+
+class Ledger:
+    """The queue of shards and the book of deaths."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._again: deque[Work] = deque()
+        self._suspected: deque[Work] = deque()
+        self._out: dict[int, tuple[str, Work]] = {}
+        self._kills: Counter[RowKey] = Counter()
+
+    @property
+    def finished(self) -> bool:
+        return self._feed.exhausted and not (self._again or self._suspected or self._out)
+
+    @property
+    def drained(self) -> bool:
+        """No shard is left to hand out, though some may be running."""
+        return self._feed.exhausted and not (self._again or self._suspected)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Shards that are running or waiting to run again."""
+        return sorted([*self._out, *(w.index for w in (*self._again, *self._suspected))])
+
+    def running(self, worker: str) -> list[Work]:
+        return [work for owner, work in self._out.values() if owner == worker]
+
+    def take(self, worker: str, slot: int = 0, *, only: bool = True) -> Work | None:
+        """The next shard for a worker that has room; None if there is none for it now.
+
+        A worker with suspects gets nothing else until that shard is done: what runs beside them is lost with them.
+        Suspects go to another slot than the one they died on, unless it is the ``only`` one that works.
+        """
+        if any(work.alone for work in self.running(worker)):
+            return None
+        if self._may_try_suspects(slot, only):
+            work: Work | None = self._suspected.popleft()
+        elif self._again:
+            work = self._again.popleft()
+        else:
+            work = self._feed.take()
+        if work is not None:
+            self._out[work.index] = (worker, work)
+        return work
+
+    def done(self, index: int) -> Work:
+        """A shard's part is published."""
+        _, work = self._out.pop(index)
+        for key in work.alone:
+            self._kills.pop(key, None)
+        return work
+
+    def lost(
+        self,
+        worker: str,
+        suspects: Collection[RowKey] = (),
+        *,
+        slot: int = 0,
+        proven: bool = False,
+        kind: str = "worker_died",
+        cause: str = "",
+    ) -> None:
+        """A worker is gone: its shards run again.
+
+        ``suspects``: rows in its engine, none if they are not to blame. ``proven``: the slot has finished a row before.
+        """
+        lone = next(iter(suspects)) if len(suspects) == 1 else None
+        if lone and proven:
+            self._kills[lone] += 1
+        for work in sorted(self.running(worker), key=lambda work: work.index):
+            del self._out[work.index]
+            mine = sorted(key for key in suspects if _holds(work, key))
+            if lone in mine and self._kills[lone] >= MAX_KILLS:
+                work.blamed[lone] = (kind, cause)
+            # The one that died alone goes last: the others can then show that the worker itself is sound.
+            order = [key for key in work.alone if key not in mine] + mine
+            work.alone = [key for key in order if key not in work.blamed]
+            work.died_on = slot if mine else work.died_on
+            (self._suspected if work.alone else self._again).append(work)
+
+    def _may_try_suspects(self, slot: int, only: bool) -> bool:
+        if not self._suspected or any(work.alone for _, work in self._out.values()):
+            return False
+        return only or self._suspected[0].died_on != slot
+
+
+class ListFeed:
+    """A feed over an iterable that never waits."""
+
+    def __init__(self, works: Iterable[Work]) -> None:
+        self._works = iter(works)
+        self._exhausted = False
+
+    def take(self) -> Work | None:
+        work = next(self._works, None)
+        self._exhausted = work is None
+        return work
+
+    @property
+    def exhausted(self) -> bool:
+        return self._exhausted
+
+
+def _holds(work: Work, key: RowKey) -> bool:
+    return work.first_row <= key.row_id < work.first_row + work.input_rows

@@ -1,0 +1,163 @@
+"""What driver and workers tell each other: a shard's task and its record, a worker's plan, state and failure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import NamedTuple
+
+import orjson
+import pyarrow as pa
+
+from cluster.config import JobConfig
+from cluster.models import ModelRef
+from specfold.stats import DecodeStats
+
+
+class RowKey(NamedTuple):
+    """One row of the job: an input row and which of its samples."""
+
+    row_id: int
+    sample_id: int
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """All a worker needs to know of the job. The same for every worker; pickled once."""
+
+    config: JobConfig
+    model: ModelRef
+    carried: pa.Schema
+    output: str
+    engine_factory: str
+    """``module:callable`` that makes the engine."""
+    device: str
+    token: str
+    """Names this driver; the worker must find it in the output folder."""
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """How to run one shard, beside its raw rows."""
+
+    identity: str
+    """Hash that goes into the part's footer."""
+    keep: bool = False
+    """Take the good rows from the part that is there; decode only those that may succeed now."""
+    alone: tuple[RowKey, ...] = ()
+    """Rows in flight when a process died: each decodes with nothing beside it, in this order, before all others."""
+    blamed: dict[RowKey, tuple[str, str]] = field(default_factory=dict)
+    """Rows that have killed two processes: their error kind and message."""
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A part's footer: what was decoded from what, and the counters. Copied to ``stats/``; sums make the summary."""
+
+    index: int
+    first_row: int
+    input_rows: int
+    num_samples: int
+    input_digest: str
+    identity: str
+    failed: dict[str, int]
+    """Error rows by kind."""
+    finished: dict[str, int]
+    """Rows by finish reason."""
+    stats: DecodeStats
+    worker: str = ""
+    started: float = 0.0
+    """Seconds since the epoch; work on the shard ran from here to ``ended``."""
+    ended: float = 0.0
+    slowest_row: int = -1
+    slowest_row_s: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        return self.input_rows * self.num_samples
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failed.values())
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> ShardRecord:
+        """Inverse of ``to_json``; ``ValueError`` if it is not a record. Unknown keys are ignored."""
+        try:
+            values = orjson.loads(data)
+            known = {f.name for f in fields(cls)}
+            values = {name: value for name, value in values.items() if name in known}
+            return cls(**values | {"stats": DecodeStats.from_dict(values["stats"])})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a shard's record: {error}") from None
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker tells once its engine is up."""
+
+    device_kind: str
+    node: str
+    """Name of the node, for people."""
+    node_id: str
+    """Ray's id of the node."""
+    pid: int
+    versions: dict[str, str | None]
+    born: str | None = None
+    """When the process started: with ``pid`` it names the process for good."""
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """A worker's live counters since its process started. ``pulse`` changes whenever decoding advances."""
+
+    loading: bool = True
+    open_shards: int = 0
+    waiting_rows: int = 0
+    active_rows: int = 0
+    rows_done: int = 0
+    rows_failed: int = 0
+    output_tokens: int = 0
+    forwards: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    busy_s: float = 0.0
+    """Time with at least one row in the engine."""
+    idle_s: float = 0.0
+    """Time without, loading excluded."""
+    pulse: int = 0
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A published part: counters only, never results."""
+
+    record: ShardRecord
+    state: WorkerState
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a worker cannot go on, in one sentence."""
+
+    message: str
+    fatal: bool = False
+    """No other worker could either: the job ends with ``exit_code``."""
+    exit_code: int = 1
+    by_rows: bool = True
+    """What it decoded may be the cause."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What a flight recorder says: the rows in the engine, and how many rows the process had finished."""
+
+    rows: list[RowKey]
+    finished: int

@@ -1,0 +1,183 @@
+"""The Ray side of a driver's life: joining or starting Ray, stopping on signals, one driver per output."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+
+from cluster.errors import UserError
+
+NAMESPACE = "specfold"
+CLEAN_UP_AFTER_S, EXIT_WITHIN_S = 1.3, 1.8
+_KEEPER_WAIT_S = 5.0
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM arrived; ``exit_code`` is 130 or 143."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def ray_session(address: str | None, workers: int | None) -> Iterator[None]:
+    """Join the cluster at ``address``, or start a local Ray; leave alone what was running before.
+
+    A bare ``ray.init()`` would join any head on the machine, hence ``local``.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
+    if address is None:
+        # Workers that were asked for must all find a place; more than the cores is the user's choice.
+        options |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, workers or 1)}
+    else:
+        options |= {"address": address}
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        raise UserError(f"the Ray cluster at {address} cannot be reached: {error}", 1) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def runtime_env(cpu: bool) -> dict[str, Any]:
+    """Environment of workers and helper tasks: this program importable, and on a CPU one thread for each."""
+    root = str(Path(__file__).resolve().parent.parent)
+    variables = {"PYTHONPATH": os.pathsep.join([root, *filter(None, _python_path())])}
+    if cpu:
+        variables["OMP_NUM_THREADS"] = "1"
+    return {"env_vars": variables}
+
+
+class StopSignals:
+    """SIGINT and SIGTERM set ``number``; the process ends within two seconds whatever it is doing.
+
+    ``last_words`` run if the main thread has not come to an end by itself in time. To be entered after ``ray.init``,
+    which installs handlers of its own. Signals cannot be caught outside the main thread; there this does nothing.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.number: int | None = None
+        self.last_words: list[Callable[[], None]] = []
+        self._wake = wake
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise ``Interrupted`` if a signal has come."""
+        if self.number is not None:
+            raise Interrupted(self.number)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        code = 128 + number
+        if self.number is not None:
+            os._exit(code)
+        self.number = number
+        for delay, call in ((CLEAN_UP_AFTER_S, partial(self._end, code)), (EXIT_WITHIN_S, partial(os._exit, code))):
+            timer = threading.Timer(delay, call)
+            timer.daemon = True
+            timer.start()
+        self._wake()
+
+    def _end(self, code: int) -> None:
+        for call in self.last_words:
+            with contextlib.suppress(Exception):
+                call()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+class OutputKeeper:
+    """A named actor that exists as long as the driver of an output does, so that one cluster has one."""
+
+    def __init__(self, url: str, held_elsewhere: Callable[[], bool]) -> None:
+        self._name = "output " + hashlib.sha256(url.encode()).hexdigest()[:16]
+        self._url, self._held_elsewhere = url, held_elsewhere
+        self._actor: Any = None
+
+    def acquire(self) -> None:
+        """``UserError`` if another driver in this cluster has the output; a dead one's actor takes a moment to go."""
+        keeper: Any = ray.remote(_Keeper)
+        options = {"name": self._name, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": 0}
+        deadline = time.monotonic() + _KEEPER_WAIT_S
+        while True:
+            try:
+                self._actor = keeper.options(**options).remote()
+                return
+            except ValueError:
+                if self._held_elsewhere() or time.monotonic() > deadline:
+                    raise UserError(
+                        f"another driver in this Ray cluster is writing to {self._url}; stop it or choose another "
+                        "--output."
+                    ) from None
+                time.sleep(0.5)
+
+    def release(self) -> None:
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+
+class _Keeper:
+    pass
+
+
+def ray_map(name: str, environment: dict[str, Any], call: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """``map`` in helper tasks: results in order, a bounded number of items under way."""
+    task: Any = ray.remote(_apply)
+    task = task.options(name=name, num_cpus=1, runtime_env=environment, max_retries=2)
+    call_ref = ray.put(call)
+    limit = 2 * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    running: deque[Any] = deque()
+    for item in items:
+        if len(running) >= limit:
+            yield _result(running.popleft())
+        running.append(task.remote(call_ref, item))
+    while running:
+        yield _result(running.popleft())
+
+
+def _apply(call: Callable[[Any], Any], item: Any) -> Any:
+    return call(item)
+
+
+def _result(ref: Any) -> Any:
+    """A task's result, or the error that it raised."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise
+
+
+def _python_path() -> list[str]:
+    """Folders that this process was told to import from, beside the installed ones."""
+    return [path for path in sys.path if path and not path.startswith(sys.prefix) and "python3" not in path]

@@ -1,0 +1,109 @@
+"""One shard on a worker, from prepared rows to a published part. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import pyarrow as pa
+
+from cluster.decode import OpenShard
+from cluster.messages import RowKey, ShardRecord, ShardTask
+from cluster.rows import INPUT_ERROR_KINDS, PreparedRow
+from cluster.shards import RawShard
+from cluster.sink import build_rows, count_rows, merge_rows, publish, read_record, read_rows
+from cluster.storage import Store
+from specfold.request import ERROR, Completion, Request
+from specfold.stats import DecodeStats
+
+
+class ShardWork:
+    """The rows of a shard that are to be decoded now (``shard``), and what is needed to write the part afterwards.
+
+    With ``task.keep`` these are the failed rows of the part that is there, except those whose input is at fault.
+    """
+
+    def __init__(
+        self,
+        raw: RawShard,
+        task: ShardTask,
+        rows: list[PreparedRow],
+        carried: pa.Table,
+        num_samples: int,
+        store: Store,
+    ) -> None:
+        self._raw, self._task, self._num_samples = raw, task, num_samples
+        self._old = read_rows(store, raw.index) if task.keep else None
+        self._old_stats = read_record(store, raw.index).stats if task.keep else DecodeStats()
+        self._places = list(range(len(rows) * num_samples)) if self._old is None else _to_retry(self._old)
+        """Positions in the part of the rows to be decoded now."""
+        row_of = [place // num_samples for place in self._places]
+        self._carried = carried.take(row_of)
+        self._rows = [rows[i] for i in row_of]
+        self._keys = [
+            RowKey(row.row_id, place % num_samples) for row, place in zip(self._rows, self._places, strict=True)
+        ]
+        self._failed: dict[RowKey, Completion] = {}
+        requests = [self._request(key, row) for key, row in zip(self._keys, self._rows, strict=True)]
+        waiting = {RowKey(r.row_id, r.sample_id): r for r in requests if r is not None}
+        alone = deque(waiting.pop(key) for key in task.alone if key in waiting)
+        self.shard = OpenShard(raw.index, deque(waiting.values()), alone)
+
+    @property
+    def num_failed(self) -> int:
+        """Rows that need no decoding because they have failed already."""
+        return len(self._failed)
+
+    def publish(self, store: Store, worker: str, started: float) -> tuple[ShardRecord, int]:
+        """Write the part; returns its record and its size. Raises ``StorageError``."""
+        results = self._failed | self.shard.results
+        stats = self._old_stats
+        for completion in self.shard.results.values():
+            if completion.finish_reason != ERROR:
+                stats.add(completion.stats)
+        lengths = [len(row.prompt_ids or ()) for row in self._rows]
+        table = build_rows(self._keys, self._carried, lengths, [results[key] for key in self._keys])
+        if self._old is not None:
+            table = merge_rows(self._old, table, self._places)
+        record = ShardRecord(
+            index=self._raw.index,
+            first_row=self._raw.first_row,
+            input_rows=self._raw.num_rows,
+            num_samples=self._num_samples,
+            input_digest=self._raw.digest,
+            identity=self._task.identity,
+            stats=stats,
+            worker=worker,
+            started=started,
+            ended=time.time(),
+            **count_rows(table),
+        )
+        return record, publish(store, table, record)
+
+    def _request(self, key: RowKey, row: PreparedRow) -> Request | None:
+        """The row for the engine; None if it has failed already."""
+        if row.error is not None:
+            self._failed[key] = _error(key, row.error, row.error_kind)
+        elif key in self._task.blamed:
+            kind, message = self._task.blamed[key]
+            self._failed[key] = _error(key, message, kind)
+        else:
+            return Request(
+                row.prompt_ids or [],
+                *key,
+                max_new_tokens=row.max_new_tokens,
+                temperature=row.temperature,
+                top_p=row.top_p,
+                seed=row.seed,
+                stop=row.stop,
+            )
+        return None
+
+
+def _to_retry(part: pa.Table) -> list[int]:
+    kinds = part["error_kind"].to_pylist()
+    return [i for i, kind in enumerate(kinds) if kind is not None and kind not in INPUT_ERROR_KINDS]
+
+
+def _error(key: RowKey, message: str, kind: str | None) -> Completion:
+    return Completion(*key, token_ids=[], text="", finish_reason=ERROR, error=message, error_kind=kind)

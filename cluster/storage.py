@@ -1,0 +1,202 @@
+"""One folder, local or remote, whose files appear whole or not at all. Knows nothing of what is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from cluster.errors import UserError
+
+_REASONS = {
+    errno.ENOSPC: "no space is left on the device",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission is denied",
+    errno.EPERM: "permission is denied",
+    errno.EFBIG: "the limit on file size is reached",
+    errno.ENOTDIR: "a part of the path is not a folder",
+    errno.EEXIST: "a file is in the way",
+}
+_REMOTE_ATTEMPTS = 4
+_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "gcsfs")  # errors of theirs that are no OSError
+
+
+class StorageError(UserError):
+    """The output cannot be read or written. Whatever was published before stays whole."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message, exit_code)
+
+
+class Store:
+    """A folder named by a path or URL. ``write`` and ``create`` publish a whole file in one step.
+
+    Locally that is a dot-temporary, ``fsync`` and rename (also right on NFS); on an object store a single put. A file
+    is never written through an open remote handle: closing one after an exception would publish a short file.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"--output {url} cannot be opened: {error}.") from None
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+        self.root = os.path.abspath(os.path.expanduser(root)) if self.is_local else root.rstrip("/")
+        self.url = self.root if self.is_local else self._fs.unstrip_protocol(self.root)
+
+    def path(self, name: str) -> str:
+        """Where a file is, as shown to people."""
+        return f"{self.url}/{name}"
+
+    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        """Publish ``data``, replacing what was there. Raises ``StorageError``; then nothing is half-written."""
+        with self._explained("written", name):
+            if self.is_local:
+                with self._temporary(name, data, durable) as temporary:
+                    os.replace(temporary, self._local(name))
+            else:
+                self._put(name, data, "overwrite")
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Publish ``data`` if the file does not exist yet; says whether it did."""
+        with self._explained("written", name):
+            if self.is_local:
+                with self._temporary(name, data, durable=True) as temporary:
+                    return _link_new(temporary, self._local(name))
+            if self._fs.exists(f"{self.root}/{name}"):  # not every store honours the condition of the put
+                return False
+            try:
+                self._put(name, data, "create")
+            except FileExistsError:
+                return False
+            return True
+
+    def read(self, name: str) -> bytes:
+        """The whole file. Raises ``FileNotFoundError`` or ``StorageError``."""
+        with self._explained("read", name):
+            return bytes(self._fs.cat_file(f"{self.root}/{name}"))
+
+    def open(self, name: str) -> Any:
+        """A seekable handle for reading."""
+        with self._explained("read", name):
+            return self._fs.open(f"{self.root}/{name}", "rb", cache_type="readahead")
+
+    def exists(self, name: str) -> bool:
+        with self._explained("read", name):
+            return bool(self._fs.exists(f"{self.root}/{name}"))
+
+    def names(self, folder: str = "") -> list[str]:
+        """Names directly inside a folder, sorted; none if the folder does not exist."""
+        path = f"{self.root}/{folder}".rstrip("/")
+        with self._explained("read", folder or "."):
+            try:
+                found = self._fs.ls(path, detail=True)
+            except FileNotFoundError:
+                return []
+        paths = [entry["name"].rstrip("/") for entry in found]
+        return sorted(os.path.basename(entry) for entry in paths if entry != path.strip("/") and entry != path)
+
+    def delete(self, name: str) -> None:
+        """Remove a file or an empty folder; nothing happens if it is not there."""
+        with self._explained("deleted", name), contextlib.suppress(FileNotFoundError):
+            if self.is_local and os.path.isdir(self._local(name)):
+                with contextlib.suppress(OSError):
+                    os.rmdir(self._local(name))
+            else:
+                self._fs.rm_file(f"{self.root}/{name}")
+
+    def clean(self, folder: str = "") -> None:
+        """Remove the dot-temporaries that killed writers left behind."""
+        for name in self.names(folder) if self.is_local else ():
+            if name.startswith(".") and name.endswith(".tmp"):
+                self.delete(os.path.join(folder, name))
+
+    def _local(self, name: str) -> str:
+        return os.path.join(self.root, name)
+
+    @contextlib.contextmanager
+    def _temporary(self, name: str, data: bytes, durable: bool) -> Iterator[str]:
+        """A finished file beside its destination, gone again unless the caller renames it."""
+        target = Path(self._local(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            yield str(temporary)
+            if durable:
+                _sync_folder(target.parent)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def _put(self, name: str, data: bytes, mode: str) -> None:
+        """One put, tried again a few times: a store that is busy for a moment must not end a long job."""
+        path = f"{self.root}/{name}"
+        for attempt in range(_REMOTE_ATTEMPTS):
+            try:
+                self._fs.pipe_file(path, data, mode=mode)
+                return
+            except (FileExistsError, PermissionError, FileNotFoundError):
+                raise
+            except OSError:
+                if attempt == _REMOTE_ATTEMPTS - 1:
+                    raise
+                time.sleep(0.5 * 2**attempt)
+
+    @contextlib.contextmanager
+    def _explained(self, verb: str, name: str) -> Iterator[None]:
+        """Turn what the file system or the store raises into one sentence."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if verb != "written":
+                raise
+            self._fail(verb, name, error)
+        except Exception as error:
+            if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in _CLIENTS:
+                raise
+            self._fail(verb, name, error)
+
+    def _fail(self, verb: str, name: str, error: Exception) -> NoReturn:
+        number = getattr(error, "errno", None)
+        reason = _REASONS.get(number, "") if number else ""
+        reason = reason or getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise StorageError(f"{self.path(name)} cannot be {verb}: {str(reason).rstrip('.')}.") from None
+
+
+def _link_new(temporary: str, target: str) -> bool:
+    """Give a finished file its name unless the name is taken; says whether it did."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links: claim the name, then fill it
+        try:
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        os.replace(temporary, target)
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable. Some network file systems refuse to open folders; they order renames themselves."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

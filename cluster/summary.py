@@ -1,0 +1,203 @@
+"""Totals of a run, made of the parts' records: ``summary.json``, ``shards.parquet`` and the table at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.table import Table
+
+from cluster.messages import ShardRecord, WorkerState
+from cluster.storage import Store
+from specfold.request import ERROR
+from specfold.stats import DecodeStats
+
+SUMMARY, SHARDS = "summary.json", "shards.parquet"
+MAX_SLOWEST = 50
+
+_SHARD_SCHEMA = pa.schema(
+    [
+        ("shard", pa.int32()), ("first_row", pa.int64()), ("rows", pa.int64()), ("failed", pa.int64()),
+        ("output_tokens", pa.int64()), ("tokens_per_second", pa.float64()), ("tokens_per_forward", pa.float64()),
+        ("acceptance", pa.float64()), ("fold_rate", pa.float64()), ("worker", pa.string()),
+        ("started", pa.timestamp("ms", "UTC")), ("seconds", pa.float64()), ("slowest_row", pa.int64()),
+        ("slowest_row_seconds", pa.float64()),
+    ]
+)  # fmt: skip
+
+
+class Tally:
+    """Sums over finished shards, of this session and of earlier ones. Holds one line per shard and no results."""
+
+    def __init__(self) -> None:
+        self.stats = DecodeStats()
+        self.failed: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.rows = 0
+        self.session_rows = 0
+        self.session_tokens = 0
+        self._workers: dict[str, _WorkerTotals] = {}
+        self._lines: dict[int, tuple[Any, ...]] = {}
+
+    def add(self, record: ShardRecord, *, fresh: bool) -> None:
+        """Count a part. ``fresh``: written in this session."""
+        self.stats.add(record.stats)
+        self.failed.update(record.failed)
+        self.finished.update(record.finished)
+        self.rows += record.rows
+        self._lines[record.index] = _line(record)
+        if fresh:
+            self.session_rows += record.rows
+            self.session_tokens += record.stats.output_tokens
+            self._workers.setdefault(record.worker, _WorkerTotals()).add(record)
+
+    def observe(self, worker: str, state: WorkerState) -> None:
+        """Keep a worker's latest live counters."""
+        self._workers.setdefault(worker, _WorkerTotals()).state = state
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failed.values())
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._lines)
+
+    def has(self, index: int) -> bool:
+        return index in self._lines
+
+    def to_dict(self, seconds: float) -> dict[str, Any]:
+        """The counted part of ``summary.json``; ``seconds``: how long this session has run."""
+        busy = sum(worker.state.busy_s for worker in self._workers.values())
+        stats = self.stats
+        return {
+            "rows": {
+                "done": self.rows,
+                "failed": self.num_failed,
+                "failed_by_kind": dict(sorted(self.failed.items())),
+                "by_finish_reason": {reason: self.finished[reason] for reason in ("stop", "length", ERROR)},
+            },
+            "output_tokens": stats.output_tokens,
+            "tokens_per_second": {
+                "decode": _ratio(self.session_tokens, busy),
+                "end_to_end": _ratio(self.session_tokens, seconds),
+            },
+            "session": {"rows": self.session_rows, "output_tokens": self.session_tokens, "seconds": round(seconds, 3)},
+            "tokens_per_forward": _round(stats.tokens_per_forward),
+            "drafts_proposed": stats.drafts_proposed,
+            "drafts_accepted": stats.drafts_accepted,
+            "acceptance_by_depth": [_round(share) for share in stats.acceptance_by_depth],
+            "fold_rate": _round(stats.fold_rate),
+            "fold_rate_by_layer": [_round(share) for share in stats.fold_rate_by_layer],
+            "recomputed_rows_per_token": _ratio(stats.recomputed_qkv_rows, stats.output_tokens),
+            "stats": stats.to_dict(),
+            "workers": {name: worker.to_dict() for name, worker in sorted(self._workers.items())},
+            "slowest_shards": self._slowest(),
+        }
+
+    def shards_file(self) -> bytes:
+        """``shards.parquet``: one row per shard, in order."""
+        lines = [self._lines[index] for index in sorted(self._lines)]
+        columns = list(zip(*lines, strict=True)) if lines else [()] * len(_SHARD_SCHEMA)
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, _SHARD_SCHEMA, strict=True)]
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(arrays, schema=_SHARD_SCHEMA), sink, compression="zstd", write_page_checksum=True)
+        return sink.getvalue().to_pybytes()
+
+    def _slowest(self) -> list[dict[str, Any]]:
+        seconds = _SHARD_SCHEMA.get_field_index("seconds")
+        lines = sorted(self._lines.values(), key=lambda line: -line[seconds])[:MAX_SLOWEST]
+        return [dict(zip(_SHARD_SCHEMA.names, line, strict=True)) for line in lines]
+
+
+class _WorkerTotals:
+    def __init__(self) -> None:
+        self.state = WorkerState()
+        self._stats = DecodeStats()
+        self._shards = self._rows = self._failed = 0
+
+    def add(self, record: ShardRecord) -> None:
+        self._stats.add(record.stats)
+        self._shards += 1
+        self._rows += record.rows
+        self._failed += record.num_failed
+
+    def to_dict(self) -> dict[str, Any]:
+        stats = self._stats
+        return {
+            "shards": self._shards,
+            "rows": self._rows,
+            "failed": self._failed,
+            "output_tokens": stats.output_tokens,
+            "tokens_per_second": _ratio(self.state.output_tokens, self.state.busy_s),
+            "tokens_per_forward": _round(stats.tokens_per_forward),
+            "acceptance_by_depth": [_round(share) for share in stats.acceptance_by_depth],
+            "fold_rate": _round(stats.fold_rate),
+            "busy_seconds": round(self.state.busy_s, 3),
+            "idle_seconds": round(self.state.idle_s, 3),
+        }
+
+
+def write_summary(store: Store, values: dict[str, Any]) -> None:
+    store.write(SUMMARY, orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def read_summary(store: Store) -> dict[str, Any]:
+    """The last summary; empty if there is none that can be read."""
+    try:
+        values = orjson.loads(store.read(SUMMARY))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def summary_table(values: dict[str, Any], parts: str) -> Table:
+    """What is printed when a job ends."""
+    table = Table(title="Summary", title_justify="left", show_header=False)
+    rows, speed = values["rows"], values["tokens_per_second"]
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in rows["by_finish_reason"].items())
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in rows["failed_by_kind"].items())
+    depth = ", ".join(_percent(share) for share in values["acceptance_by_depth"])
+    lines = [
+        ("rows", f"{rows['done']:,} ({reasons})"),
+        ("failed", f"{rows['failed']:,}" + (f" ({kinds})" if kinds else "")),
+        ("output tokens", f"{values['output_tokens']:,}"),
+        ("tokens/s", f"{_number(speed['end_to_end'])} end to end, {_number(speed['decode'])} while decoding"),
+        ("tokens per forward", _number(values["tokens_per_forward"])),
+        ("acceptance by depth", depth or "no drafts"),
+        ("fold rate", _percent(values["fold_rate"]) if values["fold_rate"] is not None else "nothing to fold"),
+        ("workers", f"{len(values['workers'])}"),
+        ("Parquet", parts),
+    ]
+    for name, text in lines:
+        table.add_row(name, text, end_section=name in ("failed", "fold rate"))
+    return table
+
+
+def _line(record: ShardRecord) -> tuple[Any, ...]:
+    stats = record.stats
+    return (
+        record.index, record.first_row, record.rows, record.num_failed, stats.output_tokens,
+        _ratio(stats.output_tokens, record.seconds), stats.tokens_per_forward,
+        _ratio(stats.drafts_accepted, stats.drafts_proposed), stats.fold_rate, record.worker,
+        int(record.started * 1000), round(record.seconds, 3), record.slowest_row, record.slowest_row_s,
+    )  # fmt: skip
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return round(a / b, 4) if b else None
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"

@@ -1,0 +1,197 @@
+"""One worker: an engine in a thread, shards in, parts out. Made to be an async Ray actor, but knows no Ray.
+
+Preparing rows and writing parts run in a thread each, so that neither holds up the engine or a call of the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.decode import DecodeLoop, OpenShard
+from cluster.errors import UserError
+from cluster.identity import device_kind, token_versions
+from cluster.lease import birth, holds
+from cluster.messages import Failure, Receipt, ShardTask, WorkerInfo, WorkerPlan, WorkerState
+from cluster.models import local_folder
+from cluster.recorder import FlightRecorder, recorder_path
+from cluster.rows import RowPreparer
+from cluster.shards import RawShard
+from cluster.shardwork import ShardWork
+from cluster.storage import Store
+from specfold.config import ConfigError, DecodeConfig
+
+MAX_OPEN_SHARDS = 4
+
+
+class Worker:
+    """Decodes shards with one engine. The driver calls ``start``, then ``run_shard`` whenever ``room`` returns."""
+
+    def __init__(self, name: str, node_id: str, plan: WorkerPlan) -> None:
+        self._name, self._node_id, self._plan = name, node_id, plan
+        self._store = Store(plan.output)
+        self._decode: DecodeLoop | None = None
+        self._running: dict[int, asyncio.Future[Failure | None]] = {}
+        self._arrived = self._open = self._opening_rows = 0
+        self._preparing = ThreadPoolExecutor(1, "prepare")
+        self._writing = ThreadPoolExecutor(1, "write")
+        self._broken: Failure | None = None
+
+    def __repr__(self) -> str:
+        return self._name
+
+    async def start(self) -> WorkerInfo | Failure:
+        """Load the engine. A ``Failure`` is fatal if every other worker would fail the same way."""
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        try:
+            info = await self._loop.run_in_executor(self._preparing, self._load)
+        except (UserError, ConfigError) as error:
+            return Failure(str(error), fatal=True, exit_code=getattr(error, "exit_code", 2))
+        except Exception as error:
+            return Failure(f"{self._name} could not load the engine: {_sentence(error)}")
+        return info
+
+    async def run_shard(self, raw: RawShard, task: ShardTask) -> Receipt | Failure:
+        """Decode a shard and publish its part. Several calls run at a time and share the engine."""
+        rows = raw.num_rows * self._plan.config.num_samples
+        self._arrived, self._open, self._opening_rows = self._arrived + 1, self._open + 1, self._opening_rows + rows
+        try:
+            return await self._run_shard(raw, task, rows)
+        except UserError as error:
+            return Failure(str(error), fatal=True, exit_code=error.exit_code)
+        finally:
+            self._open -= 1
+            self._changed.set()
+
+    async def room(self, assigned: int) -> bool:
+        """Return once all of the ``assigned`` shards have arrived and another would not lie about."""
+        while self._arrived < assigned or not self._has_room():
+            self._changed.clear()
+            await self._changed.wait()
+        return True
+
+    async def progress(self) -> WorkerState:
+        """The live counters; answers while the engine works."""
+        state = self._decode.state() if self._decode else WorkerState()
+        return replace(state, open_shards=self._open, waiting_rows=state.waiting_rows + self._opening_rows)
+
+    async def drain(self) -> WorkerState:
+        """End the engine's thread after the rows that it has; the last counters."""
+        state = await self.progress()
+        if self._decode:
+            self._decode.close()
+            self._recorder.remove()
+        return state
+
+    async def _run_shard(self, raw: RawShard, task: ShardTask, rows: int) -> Receipt | Failure:
+        started = time.time()
+        try:
+            work = await self._loop.run_in_executor(self._preparing, self._prepare, raw, task)
+        finally:
+            self._opening_rows -= rows
+        if self._broken:
+            return self._broken
+        assert self._decode is not None
+        done = self._running[raw.index] = self._loop.create_future()
+        self._decode.count_failed(work.num_failed)
+        self._decode.add(work.shard)
+        self._changed.set()
+        failure = await done
+        del self._running[raw.index]
+        if failure:
+            return failure
+        record, num_bytes = await self._loop.run_in_executor(
+            self._writing, work.publish, self._store, self._name, started
+        )
+        return Receipt(record, await self.progress(), num_bytes)
+
+    def _load(self) -> WorkerInfo:
+        plan = self._plan
+        if not holds(self._store, plan.token):
+            raise UserError(
+                f"{self._name} on {os.uname().nodename} does not see the driver's files in {self._store.url}: "
+                "--output must be a folder or URL that every node shares."
+            )
+        if plan.device == "cpu":
+            _use_one_thread()
+        folder = local_folder(plan.model)
+        config = plan.config
+        engine = _import(plan.engine_factory)(
+            folder, device=plan.device, dtype=config.dtype, backend=config.backend,
+            mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
+        )  # fmt: skip
+        decode = _with_graph_file(config.decode, config.draft_graph_text)
+        engine.check_config(decode)
+        self._preparer = RowPreparer(config, folder, plan.carried)
+        self._recorder = FlightRecorder(recorder_path(plan.token, self._name), 4 * config.batch_size + 64)
+        self._decode = DecodeLoop(
+            engine, decode, config.batch_size, self._recorder,
+            on_finished=lambda shard: self._post(self._finish, shard),
+            on_room=lambda: self._post(self._changed.set),
+            on_failure=lambda error: self._post(self._fail, error),
+        )  # fmt: skip
+        self._decode.start()
+        pid = os.getpid()
+        return WorkerInfo(
+            device_kind(plan.device), os.uname().nodename, self._node_id, pid, token_versions(), birth(pid)
+        )
+
+    def _prepare(self, raw: RawShard, task: ShardTask) -> ShardWork:
+        rows, carried = self._preparer.prepare(raw)
+        return ShardWork(raw, task, rows, carried, self._plan.config.num_samples, self._store)
+
+    def _post(self, call: Callable[..., Any], *args: Any) -> None:
+        self._loop.call_soon_threadsafe(call, *args)
+
+    def _finish(self, shard: OpenShard) -> None:
+        self._running[shard.index].set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine raised: every open shard comes back. The rows in the engine stay in the flight recorder."""
+        self._broken = Failure(_sentence(error))
+        for done in self._running.values():
+            if not done.done():
+                done.set_result(self._broken)
+
+    def _has_room(self) -> bool:
+        assert self._decode is not None
+        waiting = self._decode.waiting_rows + self._opening_rows
+        return self._open < MAX_OPEN_SHARDS and waiting < self._plan.config.batch_size
+
+
+def _use_one_thread() -> None:
+    """The engine's sums have a fixed order only in one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _import(name: str) -> Callable[..., Any]:
+    """``module:name.name`` -> the object."""
+    module, _, path = name.partition(":")
+    value: Any = importlib.import_module(module)
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _with_graph_file(config: DecodeConfig, text: str | None) -> DecodeConfig:
+    """The draft graph as a file on this node: the user's may be on the driver's alone."""
+    if text is None:
+        return config
+    path = Path(tempfile.mkdtemp(prefix="specfold-graph-")) / "graph.json"
+    path.write_text(text, encoding="utf-8")
+    return replace(config, draft_graph=str(path))
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".") + "."

@@ -1,0 +1,107 @@
+"""Engines that need no model, with the shape that the worker expects. Made by name: ``tests.cluster.fake_engine:...``.
+
+Output tokens are a function of the prompt and the row alone, as the real engine's are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from specfold import Completion, ConfigError, DecodeConfig, DecodeStats, Request
+from specfold.request import ERROR, LENGTH, STOP
+
+MODULE = "tests.cluster.fake_engine"
+POISON, NAN, HANG, RAISE = 9_001, 9_002, 9_003, 9_004
+"""Token ids that, in a prompt, make the process die, the row fail, the engine hang or raise."""
+
+
+class FakeEngine:
+    """Decodes by arithmetic, ``batch_size`` rows at a time, ``step_s`` a step, a few steps a row."""
+
+    vocab_size, context_length, mask_token_id, stop_token_ids, family = 10_000, 4096, 9_999, (1,), "fake"
+    tokenizer = None
+    device = "cpu"
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self._step_s = step_s
+        self.num_steps = 0
+
+    def check_config(self, config: DecodeConfig) -> None:
+        if config.mode == "ar":
+            raise ConfigError("mode ar is not for the fake engine.")
+
+    def check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[str, str] | None:
+        return None
+
+    def stream(
+        self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int
+    ) -> Iterator[Completion]:
+        active: list[tuple[Request, int]] = []
+        open_ended = True
+        while open_ended or active:
+            while open_ended and len(active) < batch_size:
+                try:
+                    request = next(requests)
+                except StopIteration:
+                    open_ended = False
+                    break
+                if request is None:
+                    break
+                active.append((request, 0 if self._step_s == 0 else sum(request.prompt_ids) % 3))
+            self.num_steps += 1
+            if self._step_s:
+                time.sleep(self._step_s)
+            for request, _ in active:
+                _misbehave(request)
+            done = [request for request, steps in active if steps == 0]
+            active = [(request, steps - 1) for request, steps in active if steps > 0]
+            for request in done:
+                yield decode(request, config)
+
+
+def decode(request: Request, config: DecodeConfig) -> Completion:
+    """The row's output; checked by tests row for row."""
+    if NAN in request.prompt_ids:
+        return Completion(
+            request.row_id, request.sample_id, [], "", ERROR, error="NaN logits.", error_kind="nan_logits"
+        )
+    limit = request.max_new_tokens or config.max_new_tokens
+    first = sum(request.prompt_ids) * 31 + request.row_id * 7 + request.sample_id
+    ids = [(first + i) % 8000 + 2 for i in range(min(limit, 5 + first % 11))]
+    stats = DecodeStats(
+        prompt_tokens=len(request.prompt_ids), output_tokens=len(ids), denoise_forwards=len(ids) // 2 + 1,
+        commit_forwards=1, drafts_proposed=4, drafts_accepted=2, proposed_by_depth=[2, 2], accepted_by_depth=[2, 0],
+        recomputed_qkv_rows=64, recomputed_ffn_rows=64, draft_rows=[32, 32], folded_qkv=[[20, 10]],
+        folded_ffn=[[16, 8]], seconds=0.001,
+    )  # fmt: skip
+    reason = LENGTH if len(ids) == limit else STOP
+    return Completion(request.row_id, request.sample_id, ids, f"row {first}", reason, stats=stats)
+
+
+def _misbehave(request: Request) -> None:
+    if POISON in request.prompt_ids:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if HANG in request.prompt_ids:
+        time.sleep(3600)
+    if RAISE in request.prompt_ids:
+        raise RuntimeError("the fake engine was told to raise")
+
+
+def instant(folder: str, **_: Any) -> FakeEngine:
+    return FakeEngine()
+
+
+def slow(folder: str, **_: Any) -> FakeEngine:
+    return FakeEngine(step_s=0.02)
+
+
+def slower(folder: str, **_: Any) -> FakeEngine:
+    return FakeEngine(step_s=0.2)
+
+
+def broken(folder: str, **_: Any) -> FakeEngine:
+    raise RuntimeError("this engine never comes up")
