@@ -1,0 +1,71 @@
+"""Timing of whole decoding runs, mode against mode on the same prompts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specfold.config import DecodeConfig
+from specfold.engine import Engine
+from specfold.request import Request
+from specfold.stats import DecodeStats
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One configuration's counters and median time over repeats."""
+
+    name: str
+    seconds: float
+    stats: DecodeStats
+    agreement: float
+    """Share of rows whose tokens equal the first configuration's."""
+
+    def to_dict(self) -> dict[str, Any]:
+        stats, tokens = self.stats, self.stats.output_tokens
+        return {
+            "name": self.name,
+            "seconds": round(self.seconds, 3),
+            "ms_per_token": round(1e3 * self.seconds / tokens, 4) if tokens else None,
+            "tokens_per_second": round(tokens / self.seconds, 2),
+            "output_tokens": tokens,
+            "forwards": stats.num_forwards,
+            "tokens_per_forward": stats.tokens_per_forward,
+            "recomputed_qkv_rows_per_token": round(stats.recomputed_qkv_rows / tokens, 2) if tokens else None,
+            "recomputed_ffn_rows_per_token": round(stats.recomputed_ffn_rows / tokens, 2) if tokens else None,
+            "acceptance_by_depth": [round(a, 4) for a in stats.acceptance_by_depth],
+            "fold_rate": stats.fold_rate,
+            "agreement": self.agreement,
+        }
+
+
+def compare(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    configs: dict[str, DecodeConfig],
+    batch_size: int,
+    repeats: int,
+) -> list[Measurement]:
+    """Decodes the prompts under every configuration in turn, ``repeats`` times, so that drifts hit all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+    tokens: dict[str, list[list[int]]] = {}
+    stats: dict[str, DecodeStats] = {}
+    for _ in range(repeats):
+        for name, config in configs.items():
+            requests = (Request(prompt, row_id=i) for i, prompt in enumerate(prompts))
+            start = time.perf_counter()
+            completions = sorted(engine.stream(requests, config, batch_size), key=lambda c: c.row_id)
+            seconds[name].append(time.perf_counter() - start)
+            tokens[name] = [c.token_ids for c in completions]
+            stats[name] = DecodeStats()
+            for completion in completions:
+                stats[name].add(completion.stats)
+    reference = tokens[next(iter(configs))]
+
+    def agreement(name: str) -> float:
+        return sum(a == b for a, b in zip(tokens[name], reference, strict=True)) / max(len(reference), 1)
+
+    return [Measurement(n, statistics.median(seconds[n]), stats[n], agreement(n)) for n in configs]
