@@ -31,7 +31,14 @@ _ENGINE = DecodeConfig()
 
 def _whole(hint: Any, tokens: tuple[Token, ...]) -> int:
     """Read a whole number; the parser's own rule would round 1.5 to 2 without a word."""
-    return int(tokens[0].value)
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"it must be a whole number, not {tokens[0].value!r}.") from None
+
+
+def _default_output(value: str) -> str:
+    return "runs/MODEL-MODE-HASH, hash of the settings"
 
 
 def _group(name: str, order: int) -> Group:
@@ -73,9 +80,8 @@ class JobConfig:
     """Split of a hub dataset or saved dataset; needed where there are several."""
     limit: Annotated[Int | None, Parameter(group=_INPUT)] = None
     """Only the first N input rows."""
-    output: Annotated[str, Parameter(group=_INPUT)] = ""
-    """Folder or URL of the results; the same command on the same folder resumes. Left out: a folder under runs/ named
-    by model, prompts and settings."""
+    output: Annotated[str, Parameter(group=_INPUT, show_default=_default_output)] = ""
+    """Folder or URL of the results; the same command on the same folder resumes."""
     carry: Annotated[str, Parameter(group=_INPUT)] = "all"
     """Input columns copied to the output: all, none, or names (a,b). all leaves out the prompt itself; name it to keep
     it."""
@@ -197,6 +203,10 @@ class JobConfig:
             "--prompt-template makes the prompt and --prompt-column names it; give one of them.",
         )
         _require(self.carry.strip() != "", "--carry is all, none or column names such as a,b; it must not be empty.")
+        for name in ("prompt_template", "system_prompt", "stop"):
+            # Arguments that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
+            text = "".join(getattr(self, name) or "")
+            _require(not re.search("[\ud800-\udfff]", text), f"{flag(name)} is not UTF-8 text.")
         _require(bool(self.model), "--model must not be empty.")
         _require(bool(self.prompts), "--prompts must not be empty.")
 

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import BUNDLED_MODELS
+from cluster.errors import UserError
+from specfold.checkpoint import MODEL_FILES
+
+UNWANTED = ("*/*", "consolidated*.safetensors")
+"""Sub-folders, and the second copy of the weights that some repositories bring."""
+_HASH_BLOCK = 1 << 26
+_HASH_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -18,9 +34,104 @@ class ModelRef:
 
 def resolve_model(model: str, revision: str | None = None) -> ModelRef:
     """Pin ``model`` (folder, bundled name or hub id); called once, by the driver. Raises ``UserError`` if absent."""
-    raise NotImplementedError
+    folder = _folder(model)
+    if folder is not None:
+        if revision is not None:
+            raise UserError(f"--revision is for hub models; {model} is a folder.")
+        return ModelRef(model, path=str(folder), content_hash=content_hash(folder))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) is None or model.startswith("."):
+        raise UserError(f"The model folder {model} does not exist.")
+    return ModelRef(model, repo=model, commit=_commit(model, revision))
 
 
 def local_folder(ref: ModelRef) -> str:
     """The model's folder on this node; a hub model is downloaded once per node under a file lock."""
-    raise NotImplementedError
+    if ref.path is not None:
+        folder = _folder(ref.name if ref.name in BUNDLED_MODELS else ref.path)
+        if folder is None:
+            raise UserError(f"The model folder {ref.path} does not exist on this node; put it where all nodes see it.")
+        return str(folder)
+    return _download(ref)
+
+
+def content_hash(folder: Path) -> str:
+    """Hash of names and content of the model's files, blocks in parallel: 16 GB take seconds, not minutes."""
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        digests = pool.map(_hash_block, _blocks(folder))
+        total = hashlib.sha256(b"".join(digests))
+    return f"sha256:{total.hexdigest()}"
+
+
+def _folder(model: str) -> Path | None:
+    """The local folder that the name means, if it means one. A folder here goes before a bundled model."""
+    if Path(model).is_dir():
+        return Path(model).resolve()
+    if model in BUNDLED_MODELS:
+        return Path(str(importlib.resources.files("specfold") / "reference_models" / model))
+    return None
+
+
+def _blocks(folder: Path) -> Iterator[tuple[Path, int]]:
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and _is_wanted(path.name):
+            yield from ((path, offset) for offset in range(0, max(1, path.stat().st_size), _HASH_BLOCK))
+
+
+def _is_wanted(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in MODEL_FILES) and not any(
+        fnmatch.fnmatch(name, pattern) for pattern in UNWANTED
+    )
+
+
+def _hash_block(block: tuple[Path, int]) -> bytes:
+    path, offset = block
+    hasher = hashlib.sha256(f"{path.name}\0{offset}\0".encode())
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            hasher.update(file.read(_HASH_BLOCK))
+    except OSError as error:
+        raise UserError(f"The model file {path} cannot be read: {error.strerror}.") from None
+    return hasher.digest()
+
+
+def _commit(repo: str, revision: str | None) -> str:
+    """The commit that the revision names now; from the local cache if the hub cannot be reached."""
+    # Imported here: a job with a local model needs none of it.
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return str(HfApi().model_info(repo, revision=revision).sha)
+    except GatedRepoError:
+        reason = "is gated: accept its terms on the hub and log in with `hf auth login`"
+    except RevisionNotFoundError:
+        reason = f"has no revision {revision!r}"
+    except RepositoryNotFoundError:
+        reason = "is neither a folder here nor a model on the hub that you may read"
+    except (HfHubHTTPError, OSError, ConnectionError) as error:
+        cached = try_to_load_from_cache(repo, "config.json", revision=revision)
+        if isinstance(cached, str):
+            return Path(cached).parent.name
+        reason = f"cannot be looked up on the hub: {_first_line(error)}"
+    raise UserError(f"The model {repo} {reason}.")
+
+
+def _download(ref: ModelRef) -> str:
+    from filelock import FileLock
+    from huggingface_hub import constants, snapshot_download
+
+    assert ref.repo is not None
+    lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"{ref.repo.replace('/', '--')}-{ref.commit}.lock"
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock):
+            return snapshot_download(
+                ref.repo, revision=ref.commit, allow_patterns=list(MODEL_FILES), ignore_patterns=list(UNWANTED)
+            )
+    except Exception as error:  # the client raises many kinds, from HTTP errors to full disks
+        raise UserError(f"The model {ref.repo} cannot be downloaded: {_first_line(error)}.") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0].strip().rstrip(".") or type(error).__name__

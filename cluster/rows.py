@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pyarrow as pa
 
+from cluster.carry import carried_table, unknown_columns
 from cluster.config import JobConfig
-from cluster.inputs import RawShard
+from cluster.options import RowOptions, is_batch_line, read_body
+from cluster.parse import Row, parse_shard
+from cluster.problems import INPUT_ERROR_KINDS, RowProblem
+from cluster.prompts import PromptReader
+from cluster.schema import PROMPT_COLUMNS, prompt_columns
+from cluster.shards import RawShard
+from specfold.checkpoint import load_tokenizer, read_model_info
 
-INPUT_ERROR_KINDS = frozenset(
-    {
-        "invalid_json", "invalid_csv", "invalid_utf8", "missing_prompt", "ambiguous_prompt", "wrong_type",
-        "empty_prompt", "template_error", "too_long", "mask_in_prompt", "invalid_token_id", "unsupported_option",
-    }
-)  # fmt: skip
-"""Errors that lie in the row itself: the same on every attempt, so never tried again."""
+__all__ = ["INPUT_ERROR_KINDS", "PreparedRow", "RowPreparer"]
+
+_NO_OPTIONS = RowOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,72 @@ class PreparedRow:
 
 
 class RowPreparer:
-    """Turns raw shards into prepared rows. Cheap to build: reads the tokenizer and the model's config, no weights."""
+    """Turns raw shards into prepared rows. Cheap to build: reads the tokenizer and the model's config, no weights.
+
+    Raises ``UserError`` for templates that cannot work and ``ModelError`` for a folder that is no model.
+    """
 
     def __init__(self, config: JobConfig, model_folder: str, carried: pa.Schema) -> None:
-        raise NotImplementedError
+        tokenizer = load_tokenizer(model_folder)
+        self._info = read_model_info(model_folder, tokenizer, config.mask_token_id, config.stop_token_ids)
+        self._decode = config.decode
+        self._columns = prompt_columns(config)
+        self._prompts = PromptReader(config, tokenizer, (self._info.mask_token_id, *self._info.stop_token_ids))
+        self._carried, self._prefix = carried, config.input_prefix
+        needed = {*self._columns, "custom_id", "body"}
+        self._needed = needed if config.prompt_template is None else None
+        self._known = {name.removeprefix(self._prefix) for name in carried.names} | {*self._columns, "body"}
+        self._carries_all = config.carry == "all"
 
     def prepare(self, raw: RawShard) -> tuple[list[PreparedRow], pa.Table]:
         """One prepared row per input row, and the carried columns of the same rows (nulls for a broken line)."""
-        raise NotImplementedError
+        parsed = parse_shard(raw, self._needed)
+        table, problems = carried_table(parsed, self._carried, self._prefix, raw.kind)
+        if self._carries_all and raw.kind == "jsonl":
+            problems |= unknown_columns(parsed.rows, self._known)
+        prompts = [self._read(problems.get(i, row)) for i, row in enumerate(parsed.rows)]
+        tokens = iter(self._prompts.encode([prompt for prompt, _ in prompts if isinstance(prompt, str)]))
+        rows = []
+        for row_id, (prompt, options) in enumerate(prompts, raw.first_row):
+            found = next(tokens) if isinstance(prompt, str) else prompt
+            rows.append(self._prepared(row_id, found, options))
+        return rows, table
+
+    def _read(self, row: Row | RowProblem) -> tuple[str | list[int] | RowProblem, RowOptions]:
+        """The row's prompt as text or as tokens, or its problem; and the options that it brings."""
+        if isinstance(row, RowProblem):
+            return row, _NO_OPTIONS
+        try:
+            if not self._columns:
+                return self._prompts.from_template(row), _NO_OPTIONS
+            if not is_batch_line(row):
+                return self._choose(row, self._columns), _NO_OPTIONS
+            if any(row.get(name) is not None for name in self._columns):
+                raise RowProblem("ambiguous_prompt", "The row has a body and a prompt beside it; one is allowed.")
+            inner, options = read_body(row["body"], self._decode)
+            return self._choose(inner, PROMPT_COLUMNS), options
+        except RowProblem as problem:
+            return problem, _NO_OPTIONS
+
+    def _choose(self, row: Row, columns: tuple[str, ...]) -> str | list[int]:
+        """The prompt out of the one column that has it; a null is no prompt."""
+        present = [name for name in columns if row.get(name) is not None]
+        if not present:
+            raise RowProblem("missing_prompt", f"The row has none of {', '.join(columns[:-1])} and {columns[-1]}.")
+        if len(present) > 1:
+            raise RowProblem("ambiguous_prompt", f"The row has {' and '.join(present)}; one is allowed.")
+        name, value = present[0], row[present[0]]
+        if name == columns[0]:
+            return self._prompts.from_text(name, value)
+        return self._prompts.from_messages(value) if name == "messages" else self._prompts.from_ids(value)
+
+    def _prepared(self, row_id: int, prompt: list[int] | RowProblem, options: RowOptions) -> PreparedRow:
+        if isinstance(prompt, RowProblem):
+            return PreparedRow(row_id, error=str(prompt), error_kind=prompt.kind)
+        limit = self._decode.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+        wrong = self._info.check_prompt(prompt, limit)
+        if wrong is not None:
+            return PreparedRow(row_id, error=wrong[1], error_kind=wrong[0])
+        if options is _NO_OPTIONS:
+            return PreparedRow(row_id, prompt)
+        return PreparedRow(row_id, prompt, **asdict(options))

@@ -1,0 +1,151 @@
+"""Command line and YAML file of the jobs, read into one checked ``JobConfig``. Only here is the environment read."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.config import Dict
+
+from cluster.config import BUNDLED_PROMPTS, JobConfig
+from cluster.errors import UserError
+
+HELP = """Generate outputs for a file of prompts, on this machine or on a Ray cluster.
+
+Without arguments it decodes the bundled prompts with the bundled model on a local Ray and writes to runs/; \
+the same command again resumes where it stopped."""
+EPILOGUE = """On a cluster: ray job submit --working-dir . -- python jobs/generate.py --output /shared/out. \
+RAY_ADDRESS names a cluster; without it a local Ray is started. \
+Ctrl-C in ray job submit only detaches the log, and the job goes on; ray job stop ends it.
+
+Exit codes: 0 every row is there; 1 rows are missing, run it again; 2 the command or its input is wrong; \
+3 every row is there, but more of them failed than --max-failed allows; 130 and 143 interrupted, run it again."""
+_CONFIG_FLAG = "--config"
+_CONFIG = Parameter(name=_CONFIG_FLAG, group=Group("Model", sort_key=1), negative=())
+
+
+def load_config(argv: Sequence[str], environment: Mapping[str, str]) -> JobConfig | None:
+    """The settings of this call; None when help was asked for and printed. Raises ``UserError``."""
+    file = _config_file(argv)
+    values = {} if file is None else _read_yaml(file)
+    app = App(
+        name="python jobs/generate.py",
+        help=HELP,
+        help_epilogue=EPILOGUE,
+        help_format="markdown",
+        version_flags=(),
+        config=Dict(values, source=str(file)),
+        default_command=_settings,
+    )
+    app["--help"].show = False
+    try:
+        config = app(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        raise UserError(_one_line(error)) from None
+    return None if config is None else _complete(config, environment)
+
+
+def _settings(
+    *,
+    config: Annotated[JobConfig | None, Parameter(name="*")] = None,
+    config_file: Annotated[Path | None, _CONFIG] = None,
+) -> JobConfig:
+    """
+    Parameters
+    ----------
+    config_file
+        YAML file with any of these flags as keys; flags on the command line win.
+    """
+    return config or JobConfig()
+
+
+def _complete(config: JobConfig, environment: Mapping[str, str]) -> JobConfig:
+    """Fill in what depends on where the command runs: bundled files, the environment, absolute paths."""
+    submitted = "RAY_JOB_CONFIG_JSON_ENV_VAR" in environment or "runtime_resources" in Path.cwd().parts
+    prompts = config.prompts
+    if prompts == BUNDLED_PROMPTS:
+        prompts = str(Path(__file__).with_name("prompts.jsonl"))
+    config = replace(config, prompts=prompts, ray_address=environment.get("RAY_ADDRESS") or None, submitted=submitted)
+    config = config.with_files()
+    return replace(config, output=_output(config))
+
+
+def _output(config: JobConfig) -> str:
+    """Where results go, as an absolute path or URL."""
+    if "://" in config.output:
+        return config.output
+    path = os.path.expanduser(config.output or os.path.join("runs", _run_name(config)))
+    if config.submitted and not os.path.isabs(path):
+        raise UserError(
+            "A submitted job's working directory is temporary, so --output must be an absolute path on shared storage "
+            "or a URL."
+        )
+    return os.path.abspath(path)
+
+
+def _run_name(config: JobConfig) -> str:
+    """The same for the same command, so that it resumes; ``--limit`` may grow and is left out."""
+    values = [config.identity(), config.model, config.revision, config.prompts, config.split]
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    model = Path(config.model.rstrip("/")).name or "model"
+    return f"{model}-{config.mode}-{digest}"
+
+
+def _config_file(argv: Sequence[str]) -> Path | None:
+    for position, argument in enumerate(argv):
+        if argument == _CONFIG_FLAG and position + 1 < len(argv):
+            return Path(argv[position + 1])
+        if argument.startswith(_CONFIG_FLAG + "="):
+            return Path(argument.partition("=")[2])
+    return None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    """The file's settings by flag name. Raises ``UserError`` for what cannot be a setting."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UserError(f"--config {file} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {file} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"--config {file} must hold flags as keys, one a line, such as delta: 0.1.")
+    flags = [field.name.replace("_", "-") for field in fields(JobConfig) if not _is_hidden(field.name)]
+    settings: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).removeprefix("--").replace("_", "-")
+        if name not in flags:
+            close = difflib.get_close_matches(name, flags, 1)
+            hint = f" Did you mean {close[0]}?" if close else " See --help for the keys."
+            raise UserError(f"--config {file} has the unknown key {key!r}.{hint}")
+        if name in settings:
+            raise UserError(f"--config {file} has the key {name} twice.")
+        if value is not None:
+            settings[name] = _setting(file, name, value)
+    return settings
+
+
+def _setting(file: Path, name: str, value: Any) -> Any:
+    """A value in the form that the parser takes: a scalar, or a list where the flag repeats."""
+    if name == "carry" and isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, dict) or (isinstance(value, list) and name not in ("stop", "stop-token-ids")):
+        raise UserError(f"--config {file}: {name} must be a single value, not {value!r}.")
+    return value
+
+
+def _is_hidden(name: str) -> bool:
+    return name in ("chat_template_text", "draft_graph_text", "ray_address", "submitted")
+
+
+def _one_line(error: CycloptsError) -> str:
+    message = " ".join(str(error).split())
+    return message.replace("Unused Tokens:", "Unexpected arguments")
