@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specfold.config import ConfigError, DecodeConfig
+from specfold.drafts import graph_for
 from specfold.families.base import Family, ModelError
 from specfold.families.registry import family_of
 from specfold.model import LayerWeights, Model, ModelSpec
@@ -44,6 +45,7 @@ class ModelInfo:
     def check_config(self, config: DecodeConfig) -> None:
         """Raises ConfigError for a setting that this model cannot decode with."""
         self.family.rules(self.spec, config)
+        graph_for(config)
         think = config.end_think_token_id
         if think is not None and not 0 <= think < self.vocab_size:
             raise ConfigError(f"end_think_token_id {think} is outside the vocabulary of {self.vocab_size} tokens.")

@@ -22,7 +22,8 @@ class DecodeConfig:
     ``specfold`` folds drafts on their parents. ``ar`` and ``linear_spec`` exist for Nemotron-Labs-Diffusion only.
     ``delta``: largest relative residual at which a draft position inherits (SpecFold, paper default 0.1); below 0
     nothing folds. ``ffn_gate``: ``own`` tests the residual again before the FFN, ``entry`` is the paper's rule.
-    ``drafts``: branches beside the main one; ``draft_graph``: a JSON file that replaces the default graph.
+    ``drafts``: branches beside the main one; ``draft_graph``: a JSON file (or its text) that replaces the default
+    graph.
     ``threshold``: unmask every position at least this confident, and always the best one; None: one token a step
     (``linear_spec``: None fills the whole draft at once).
     ``max_new_tokens`` is exact: the stop token counts, nothing beyond it is returned.

@@ -15,7 +15,7 @@ import torch
 
 from specfold.branches import GraphTensors
 from specfold.config import DecodeConfig
-from specfold.drafts import default_graph, load_graph
+from specfold.drafts import graph_for
 from specfold.forward import Folding
 from specfold.pages import PAGE_SIZE, PagePool
 from specfold.predict import seed_token
@@ -49,11 +49,9 @@ class Decoder:
         self.engine = engine
         self.config = config
         rules = engine.info.family.rules(engine.info.spec, config)
-        num_drafts = config.num_drafts
-        graph = load_graph(config.draft_graph, num_drafts) if config.draft_graph else default_graph(num_drafts)
-        graph = graph.prefix(num_drafts)
+        graph = graph_for(config)
         # Under sampling the noise may lift a token from below the graph's ranks.
-        num_top = max(graph.num_tokens, 8) if num_drafts else 0
+        num_top = max(graph.num_tokens, 8) if len(graph) else 0
         num_top = min(num_top, engine.vocab_size - 1)
         self.pool = PagePool(engine.info.spec, device, model.dtype)
         self.context = StepContext(

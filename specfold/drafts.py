@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specfold.config import MAX_DRAFTS, ConfigError
+from specfold.config import MAX_DRAFTS, ConfigError, DecodeConfig
 
 FORMAT = "specfold-draft-graph/1"
 MAX_RANK = 64
@@ -95,25 +95,36 @@ def default_graph(num_drafts: int) -> DraftGraph:
     return build_graph(DEFAULT_ORDER[:num_drafts], "default")
 
 
-def load_graph(path: str | Path, num_drafts: int | None = None) -> DraftGraph:
-    """Reads a graph file. Raises ConfigError with one sentence for a file that is not a sound graph."""
+def load_graph(source: str | Path, num_drafts: int | None = None) -> DraftGraph:
+    """Reads a graph from a file, or from the JSON text itself (a worker may not see the driver's files).
+
+    Raises ConfigError with one sentence for what is not a sound graph or has fewer nodes than ``num_drafts``.
+    """
+    text = str(source)
+    name = "The draft graph" if text.lstrip().startswith("{") else f"The draft graph {source}"
     try:
-        value = json.loads(Path(path).read_text())
+        value = json.loads(text if name == "The draft graph" else Path(source).read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(f"The draft graph {path} cannot be read: {str(e).splitlines()[0]}.") from e
+        raise ConfigError(f"{name} cannot be read: {str(e).splitlines()[0]}.") from e
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ConfigError(f"The draft graph {path} is not of format {FORMAT!r}.")
+        raise ConfigError(f"{name} is not of format {FORMAT!r}.")
     try:
         formulas = tuple(frozenset((int(i), int(j)) for i, j in node["formula"]) for node in value["nodes"])
         parents = tuple(tuple(int(p) for p in node.get("parents", ())) for node in value["nodes"])
-        graph = DraftGraph(formulas, parents, str(value.get("origin", path)))
+        graph = DraftGraph(formulas, parents, str(value.get("origin", source)))
     except (KeyError, TypeError, ValueError) as e:
-        raise ConfigError(f"The draft graph {path} is not sound: {e}") from e
+        raise ConfigError(f"{name} is not sound: {e}") from e
     if num_drafts is not None and len(graph) < num_drafts:
-        raise ConfigError(
-            f"The draft graph {path} has {len(graph)} nodes, fewer than the {num_drafts} drafts asked for."
-        )
+        raise ConfigError(f"{name} has {len(graph)} nodes, fewer than the {num_drafts} drafts asked for.")
     return graph
+
+
+def graph_for(config: DecodeConfig) -> DraftGraph:
+    """The graph a run uses: the given one's first nodes, or the default one."""
+    graph = (
+        load_graph(config.draft_graph, config.num_drafts) if config.draft_graph else default_graph(config.num_drafts)
+    )
+    return graph.prefix(config.num_drafts)
 
 
 def _check(formulas: Sequence[Formula], parents: Sequence[Sequence[int]]) -> None:

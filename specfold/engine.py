@@ -85,6 +85,8 @@ class Engine:
     def check_config(self, config: DecodeConfig) -> None:
         """Raises ConfigError for a setting that this model cannot decode with."""
         self.info.check_config(config)
+        if config.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer, and the model folder has none.")
 
     def check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[str, str] | None:
         """Kind and sentence of what is wrong with a prompt, or None."""

@@ -36,6 +36,7 @@ def test_a_file_gives_the_graph_back(tmp_path: Path) -> None:
     graph = default_graph(8)
     graph.save(tmp_path / "graph.json")
     assert load_graph(tmp_path / "graph.json") == graph
+    assert load_graph((tmp_path / "graph.json").read_text()) == graph
     with pytest.raises(ConfigError, match="has 8 nodes, fewer than the 9 drafts asked for"):
         load_graph(tmp_path / "graph.json", 9)
 
