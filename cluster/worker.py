@@ -27,7 +27,7 @@ from cluster.rows import RowPreparer
 from cluster.shards import RawShard
 from cluster.shardwork import ShardWork
 from cluster.storage import Store
-from specfold.config import ConfigError, DecodeConfig
+from specfold import ConfigError, DecodeConfig, ModelError
 
 MAX_OPEN_SHARDS = 4
 
@@ -54,7 +54,7 @@ class Worker:
         self._changed = asyncio.Event()
         try:
             info = await self._loop.run_in_executor(self._preparing, self._load)
-        except (UserError, ConfigError) as error:
+        except (UserError, ConfigError, ModelError) as error:
             return Failure(str(error), fatal=True, exit_code=getattr(error, "exit_code", 2))
         except Exception as error:
             return Failure(f"{self._name} could not load the engine: {_sentence(error)}")

@@ -1,0 +1,38 @@
+"""One local Ray for all tests that need one; a first start takes several seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import JobFolder
+
+
+@pytest.fixture(scope="session")
+def ray_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home folder of the tests' own: Ray would write a token into the user's."""
+    home = tmp_path_factory.mktemp("home")
+    before = {name: os.environ.get(name) for name in ("HOME", "RAY_AUTH_MODE")}
+    os.environ |= {"HOME": str(home), "RAY_AUTH_MODE": "disabled"}
+    yield home
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(scope="session")
+def local_ray(ray_home: Path) -> Iterator[str]:
+    """A running Ray of four CPUs, whatever the machine has; its address."""
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specfold", log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> JobFolder:
+    """A place for a job: a model folder without weights, inputs, an output."""
+    return JobFolder(tmp_path)

@@ -1,0 +1,129 @@
+"""Whole jobs on a real local Ray with a fake engine: what a user finds in the output folder, and exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cluster.driver import check_job
+from cluster.errors import UserError
+from tests.cluster.fake_engine import NAN
+from tests.cluster.jobs import JobFolder, expected, keys
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def test_every_row_once_and_in_order(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(50)
+    assert folder.run(prompts, num_samples=2, shard_rows=8, max_new_tokens=9, workers=2) == 0
+
+    table = folder.rows()
+    assert keys(table) == [(row, sample) for row in range(50) for sample in range(2)]
+    for line in table.to_pylist():
+        assert line.items() >= expected(line["row_id"], line["sample_id"], max_new_tokens=9).items()
+    assert [path.name for path in folder.parts] == [f"train-{i:07d}.parquet" for i in range(7)]
+    assert pq.read_table(folder.parts[6])["row_id"].to_pylist() == [48, 48, 49, 49]
+
+
+def test_the_run_directory_tells_what_was_done(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(40, {3: "not json", 7: NAN})
+    assert folder.run(prompts, shard_rows=16, max_failed=0.1) == 0
+
+    run = json.loads((folder.output / "run.json").read_text())
+    assert run["identity"]["shard_rows"] == 16
+    assert run["identity"]["torch"]
+    assert run["identity"]["device"]
+    assert run["inputs"] == [prompts]
+    assert run["config"]["max_failed"] == 0.1
+    summary = folder.summary()
+    assert summary["state"] == "done"
+    assert summary["rows"]["done"] == summary["rows"]["total"] == 40
+    assert summary["rows"]["failed_by_kind"] == {"invalid_json": 1, "nan_logits": 1}
+    assert summary["output_tokens"] == sum(folder.rows()["num_output_tokens"].to_pylist())
+    assert summary["acceptance_by_depth"] == [1.0, 0.0]
+    assert summary["fold_rate"] == pytest.approx((30 + 24) / 128, abs=1e-3)
+    assert sum(worker["rows"] for worker in summary["workers"].values()) == 40
+    shards = pq.read_table(folder.output / "shards.parquet").to_pylist()
+    assert [(line["shard"], line["rows"], line["failed"]) for line in shards] == [(0, 16, 2), (1, 16, 0), (2, 8, 0)]
+    stats = [json.loads(path.read_text()) for path in sorted((folder.output / "stats").iterdir())]
+    footers = [json.loads(pq.read_metadata(path).metadata[b"specfold.shard"]) for path in folder.parts]
+    assert stats == footers
+    assert [(f["first_row"], f["input_rows"], f["identity"]) for f in footers] == [
+        (0, 16, run["identity_hash"]), (16, 16, run["identity_hash"]), (32, 8, run["identity_hash"]),
+    ]  # fmt: skip
+
+
+def test_columns_do_not_depend_on_the_values(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(12, {i: "broken" for i in range(8)})
+    assert folder.run(prompts, shard_rows=8) == 3
+
+    schemas = [pq.read_schema(path).remove_metadata() for path in folder.parts]
+    assert schemas[0] == schemas[1]
+    assert schemas[0].names[:4] == ["row_id", "sample_id", "id", "n"]
+    assert schemas[0].field("n").type == pa.int64()
+    assert [name for name in schemas[0].names if schemas[0].field(name).nullable] == [
+        "id", "n", "error", "error_kind", "fold_rate",
+    ]  # fmt: skip
+    broken = pq.read_table(folder.parts[0]).to_pylist()[0]
+    assert (broken["finish_reason"], broken["error_kind"], broken["n"], broken["output_text"]) == (
+        "error", "invalid_json", None, "",
+    )  # fmt: skip
+
+
+def test_the_folder_is_a_dataset(folder: JobFolder) -> None:
+    assert folder.run(folder.write_prompts(30), shard_rows=8) == 0
+
+    loaded = datasets.load_dataset(str(folder.output), cache_dir=str(folder.root / "cache"))
+    assert list(loaded) == ["train"]
+    assert loaded["train"]["row_id"][:] == list(range(30))
+    assert loaded["train"]["output_token_ids"][:] == [expected(row)["output_token_ids"] for row in range(30)]
+
+
+def test_too_many_failed_rows_are_exit_code_3(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(20, {3: NAN, 4: NAN})
+    assert folder.run(prompts) == 3
+    assert folder.run(prompts, max_failed=0.1) == 0  # nothing is left to decode; the limit is not part of the identity
+
+
+def test_nothing_to_decode_is_exit_code_2_before_anything_is_written(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(3, dict.fromkeys(range(3), '{"prompt_token_ids": []}'))
+    with pytest.raises(UserError, match="no row can be decoded: row 0") as caught:
+        folder.run(prompts)
+    assert caught.value.exit_code == 2
+    assert list(folder.output.iterdir()) == []
+
+
+def test_a_setting_that_the_engine_refuses_is_one_sentence(folder: JobFolder) -> None:
+    with pytest.raises(UserError, match=r"^mode ar is not for the fake engine\.$") as caught:
+        folder.run(folder.write_prompts(3), mode="ar")
+    assert caught.value.exit_code == 2
+
+
+def test_an_engine_that_never_comes_up_ends_the_job(folder: JobFolder) -> None:
+    with pytest.raises(UserError, match="no worker is left that works: .*this engine never comes up") as caught:
+        folder.run(folder.write_prompts(3), engine="broken", workers=1)
+    assert caught.value.exit_code == 1
+
+
+def test_early_stop_when_most_of_the_first_thousand_fail(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(3000, dict.fromkeys(range(2000), NAN))
+    with pytest.raises(UserError, match=r"stopped early: .* have failed.* Missing shards: ") as caught:
+        folder.run(prompts, shard_rows=100, engine="slow", batch_size=50)
+    assert caught.value.exit_code == 1
+    assert folder.summary()["state"] == "stopped"
+
+
+def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = folder.write_prompts(10, {1: "broken", 2: "broken", 4: '{"prompt_token_ids": [], "id": "row-0"}'})
+    assert check_job(folder.config(prompts)) == 0
+
+    shown = capsys.readouterr().out
+    assert "10 rows checked, 3 cannot be decoded." in shown
+    assert "invalid_json: 2 rows, first row 1" in shown
+    assert "empty_prompt: 1 rows, first row 4" in shown
+    assert "1 rows repeat the id" in shown
+    assert not folder.output.exists()
