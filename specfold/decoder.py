@@ -169,7 +169,7 @@ class Decoder:
         slots.top_p_S[slot] = _either(request.top_p, config.top_p)
         slots.top_k_S[slot] = _either(request.top_k, config.top_k)
         slots.output_SC[slot] = -1
-        open_block(slots, torch.tensor([slot]), self._seed(row, slot), self.context)
+        open_block(slots, torch.tensor([slot], device=slots.state_ST.device), self._seed(row, slot), self.context)
 
     def _seed(self, row: Row, slot: int) -> torch.Tensor | None:
         """The token after the cached prompt, if the first block starts with it."""

@@ -48,13 +48,17 @@ def prefill_chunk(model: Model, pool: PagePool, prefill: Prefill, rules: BlockRu
     """Computes and caches the next chunk of a prompt."""
     start = prefill.done
     end = min(start + _chunk_size(prefill, rules), prefill.length)
-    pages = [*prefill.pages]
-    prefill.pages += [pool.allocate() for _ in range(-(-end // PAGE_SIZE) - len(pages))]
+    prefill.pages += [pool.allocate() for _ in range(-(-end // PAGE_SIZE) - len(prefill.pages))]
     output = forward_sequence(
         model, pool, prefill.prompt_ids[start:end], start, prefill.pages, rules.prefill_mask, rules
     )
     write_final_kv(
-        pool, output, torch.tensor([0]), torch.tensor([prefill.pages], device=model.device), start, end - start
+        pool,
+        output,
+        torch.zeros(1, dtype=torch.long, device=model.device),
+        torch.tensor([prefill.pages], device=model.device),
+        start,
+        end - start,
     )
     prefill.last_hidden_E = output.hidden_ATE[0, -1]
     prefill.done = end

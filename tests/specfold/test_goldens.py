@@ -144,8 +144,9 @@ def run_forward(case: Case, entry: dict, hidden: dict[str, torch.Tensor]) -> dic
     def write(ids: list[int], kind: str) -> torch.Tensor:
         nonlocal start
         output = forward_sequence(model, pool, ids, start, prefill.pages, kind, rules)
-        table = torch.tensor([prefill.pages])
-        write_final_kv(pool, output, torch.tensor([0]), table, start, len(ids))
+        table = torch.tensor([prefill.pages], device=model.device)
+        first = torch.zeros(1, dtype=torch.long, device=model.device)
+        write_final_kv(pool, output, first, table, start, len(ids))
         start += len(ids)
         return logits_of(output)
 
@@ -185,9 +186,9 @@ def test_logits_caches_and_hidden_states(case: Case) -> None:
             if name in entry:
                 keys = entry[name]
                 want = case.tensors[keys] if isinstance(keys, str) else torch.stack([case.tensors[k] for k in keys])
-                torch.testing.assert_close(value, want, atol=ATOL, rtol=0)
+                torch.testing.assert_close(value.cpu(), want, atol=ATOL, rtol=0)
                 compared += 1
         for name, key in entry.get("hidden", {}).items():
-            torch.testing.assert_close(hidden[name], case.tensors[key], atol=ATOL, rtol=0)
+            torch.testing.assert_close(hidden[name].cpu(), case.tensors[key], atol=ATOL, rtol=0)
             compared += 1
     assert compared >= 10
