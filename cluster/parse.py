@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from cluster.problems import RowProblem
-from cluster.records import CsvPart, header_names
+from cluster.records import CsvPart, ends_in_quotes, header_names
 from cluster.shards import RawShard, read_stream
 
 Row = dict[str, Any]
@@ -149,7 +149,7 @@ def _read_csv(data: bytes, names: Sequence[str], num_rows: int) -> pa.Table:
         pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False),
     )
     if len(table) != num_rows:
-        raise pa.ArrowInvalid("A quote is not closed")
+        raise pa.ArrowInvalid("The records cannot be told apart")
     return table
 
 
@@ -158,9 +158,11 @@ def _why_not_csv(record: bytes, reason: str) -> RowProblem:
         record.decode()
     except UnicodeDecodeError as error:
         return _not_utf8(error)
+    if ends_in_quotes(record, inside=False):
+        return RowProblem("invalid_csv", "The record is not valid CSV: a quote is not closed.")
     counts = re.search(r"Expected (\d+) columns, got (\d+)", reason)
     if counts is None:
-        return RowProblem("invalid_csv", "The record is not valid CSV: a quote is not closed.")
+        return RowProblem("invalid_csv", "The record is not valid CSV.")
     return RowProblem("invalid_csv", f"The record has {counts[2]} fields where the header has {counts[1]}.")
 
 

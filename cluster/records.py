@@ -39,7 +39,9 @@ def line_records(file: InputFile) -> Iterator[list[bytes]]:
 
 def json_records(file: InputFile) -> Iterator[list[bytes]]:
     """The rows of a ``.json`` file, each on one line: elements of its array, or its lines if it is JSON Lines."""
-    first = next((lines[0].lstrip() for lines in line_records(file)), b"[]")
+    first = next((lines[0].lstrip() for lines in line_records(file)), None)
+    if first is None:
+        return iter(())
     if first.startswith(b"["):
         return _array_elements(file)
     try:
@@ -101,7 +103,7 @@ def _join_quoted(lines: deque[bytes], opened: list[bytes]) -> Iterator[bytes]:
     size = sum(map(len, opened))
     while lines:
         line = lines.popleft()
-        if (b'"' in line or opened) and _ends_in_quotes(line, inside=bool(opened)):
+        if (b'"' in line or opened) and ends_in_quotes(line, inside=bool(opened)):
             opened.append(line)
             size += len(line)
             if size > _MAX_CSV_BYTES:
@@ -117,7 +119,7 @@ def _join_quoted(lines: deque[bytes], opened: list[bytes]) -> Iterator[bytes]:
             size = 0
 
 
-def _ends_in_quotes(line: bytes, inside: bool) -> bool:
+def ends_in_quotes(line: bytes, inside: bool) -> bool:
     """Whether a quoted field is open at the end of the line. A quote opens a field only at its start."""
     position = 0
     while True:
