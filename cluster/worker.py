@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from cluster.config import JobConfig
 from cluster.decode import DecodeLoop, OpenShard
 from cluster.errors import UserError
 from cluster.identity import device_kind, token_versions
@@ -129,7 +128,7 @@ class Worker:
             folder, device=plan.device, dtype=config.dtype, backend=config.backend,
             mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
         )  # fmt: skip
-        decode = _with_graph_file(config.decode, config.draft_graph_text)
+        decode = decode_settings(config)
         engine.check_config(decode)
         self._preparer = RowPreparer(config, folder, plan.carried)
         self._recorder = FlightRecorder(recorder_path(plan.token, self._name), 4 * config.batch_size + 64)
@@ -184,13 +183,9 @@ def _import(name: str) -> Callable[..., Any]:
     return value
 
 
-def _with_graph_file(config: DecodeConfig, text: str | None) -> DecodeConfig:
-    """The draft graph as a file on this node: the user's may be on the driver's alone."""
-    if text is None:
-        return config
-    path = Path(tempfile.mkdtemp(prefix="specfold-graph-")) / "graph.json"
-    path.write_text(text, encoding="utf-8")
-    return replace(config, draft_graph=str(path))
+def decode_settings(config: JobConfig) -> DecodeConfig:
+    """The engine's settings; a draft graph goes as text, because its file may be on the driver's machine alone."""
+    return replace(config.decode, draft_graph=config.draft_graph_text or config.draft_graph)
 
 
 def _sentence(error: BaseException) -> str:
