@@ -99,7 +99,7 @@ def _commit(repo: str, revision: str | None) -> str:
     """The commit that the revision names now; from the local cache if the hub cannot be reached."""
     # Imported here: a job with a local model needs none of it.
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return str(HfApi().model_info(repo, revision=revision).sha)
@@ -109,7 +109,7 @@ def _commit(repo: str, revision: str | None) -> str:
         reason = f"has no revision {revision!r}"
     except RepositoryNotFoundError:
         reason = "is neither a folder here nor a model on the hub that you may read"
-    except (HfHubHTTPError, OSError, ConnectionError) as error:
+    except Exception as error:  # whatever its HTTP client raises without a network
         cached = try_to_load_from_cache(repo, "config.json", revision=revision)
         if isinstance(cached, str):
             return Path(cached).parent.name

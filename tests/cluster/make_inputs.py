@@ -34,7 +34,7 @@ def make_model(folder: Path, with_tokenizer: bool = True, chat_template: str | N
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     if with_tokenizer:
-        _byte_tokenizer().save(str(folder / "tokenizer.json"))
+        byte_tokenizer().save(str(folder / "tokenizer.json"))
         names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP, "pad_token": PAD}
         (folder / "tokenizer_config.json").write_text(json.dumps(names))
         if chat_template is not None:
@@ -76,7 +76,8 @@ def user_turn(text: str, system: str | None = None) -> str:
     return f"{head}[[{START}]]user\n{text}[[{STOP}]]\n[[{START}]]assistant\n"
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
+    """One token for each byte, its value, and the special tokens behind them."""
     alphabet = _byte_alphabet()
     tokenizer = Tokenizer(models.BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
