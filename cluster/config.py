@@ -213,7 +213,8 @@ class JobConfig:
     @property
     def decode(self) -> DecodeConfig:
         """The engine's share of the settings."""
-        return DecodeConfig(**{f.name: getattr(self, f.name) for f in fields(DecodeConfig)})
+        values = {f.name: getattr(self, f.name) for f in fields(DecodeConfig)}
+        return DecodeConfig(**values | {"draft_graph": self.draft_graph_text or self.draft_graph})
 
     def identity(self) -> dict[str, Any]:
         """Settings that can change a token or a column, as JSON values.

@@ -108,6 +108,7 @@ def explained(name: str) -> Iterator[None]:
     except Exception as error:
         # Remote clients have exception trees of their own; all mean that this input cannot be read.
         reason = (str(error).splitlines() or [""])[0].strip().rstrip(".") or type(error).__name__
+        reason = re.sub(r"\w+://\S+", lambda url: without_secrets(url[0]), reason)
         raise UserError(f"{name} cannot be read: {reason}.") from None
 
 

@@ -73,13 +73,19 @@ class DatasetSource(InputSource):
         return None if self._is_stream else len(self._dataset)
 
     def shards(self, shard_rows: int, limit: int | None = None) -> Iterator[RawShard]:
-        return cut_tables((conform(table, self._schema) for table in self._batches()), shard_rows, limit)
+        return cut_tables(self._tables(), shard_rows, limit)
 
     def columns(self) -> list[str]:
         return self._schema.names
 
     def schema(self) -> pa.Schema:
         return self._schema
+
+    def _tables(self) -> Iterator[pa.Table]:
+        # A stream without declared types may leave, later on, the ones that its first rows had.
+        with explained(self.files[0]):
+            for table in self._batches():
+                yield conform(table, self._schema)
 
     def _batches(self) -> Iterator[pa.Table]:
         with explained(self.files[0]):
@@ -89,6 +95,8 @@ class DatasetSource(InputSource):
 def open_saved(prompts: str, split: str | None) -> DatasetSource | None:
     """The folder of ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``; None if it is no such folder."""
     shown = without_secrets(prompts)
+    if prompts.startswith(("http://", "https://")):  # no folders there, and any question may be answered with yes
+        return None
     with explained(shown):
         fs, path = url_to_fs(prompts)
         path = path.rstrip("/")

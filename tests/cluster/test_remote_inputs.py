@@ -1,9 +1,12 @@
-"""Inputs on an object store, read through a real local server with credentials from the usual environment."""
+"""Inputs on an object store and over HTTP, read from real local servers, credentials from the usual environment."""
 
 from __future__ import annotations
 
 import gzip
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow as pa
@@ -72,3 +75,30 @@ def test_what_is_not_there(store: s3fs.S3FileSystem, prompts: str, sentence: str
     with pytest.raises(UserError) as error:
         open_input(JobConfig(prompts=prompts))
     assert str(error.value) == sentence
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A web server with a JSON Lines file; its address."""
+    folder = tmp_path_factory.mktemp("web")
+    (folder / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_signed_urls_work_and_their_signature_is_never_shown(web: str) -> None:
+    source = open_input(JobConfig(prompts=f"{web}/a.jsonl?signature=hunter2"))
+    assert source.count() == 2
+    assert source.files == [f"{web}/a.jsonl"]
+    for gone in (f"{web}/b.jsonl?signature=hunter2", "http://127.0.0.1:1/a.jsonl?signature=hunter2"):
+        with pytest.raises(UserError) as error:
+            open_input(JobConfig(prompts=gone))
+        assert "hunter2" not in str(error.value)
