@@ -1,0 +1,1 @@
+"""How the two bundled reference models are made: task, tokenizer, network, objectives, training, a plain decoder."""
