@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from cluster.errors import UserError
+from specfold import ConfigError, ModelError
 
 NAMESPACE = "specfold"
 CLEAN_UP_AFTER_S, EXIT_WITHIN_S = 1.3, 1.8
@@ -43,12 +44,13 @@ def ray_session(address: str | None, workers: int | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     if address is None:
         # Workers that were asked for must all find a place; more than the cores is the user's choice.
         options |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, workers or 1)}
+        options |= {"logging_level": logging.ERROR}
     else:
-        options |= {"address": address}
+        options |= {"address": address, "logging_level": logging.WARNING}
     try:
         ray.init(**options)
     except ConnectionError as error:
@@ -173,8 +175,8 @@ def _result(ref: Any) -> Any:
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise error.cause from None
+        if isinstance(error.cause, UserError | ConfigError | ModelError):
+            raise UserError(str(error.cause), getattr(error.cause, "exit_code", 2)) from None
         raise
 
 

@@ -11,7 +11,7 @@ from cluster.decode import OpenShard
 from cluster.messages import RowKey, ShardRecord, ShardTask
 from cluster.rows import INPUT_ERROR_KINDS, PreparedRow
 from cluster.shards import RawShard
-from cluster.sink import build_rows, count_rows, merge_rows, publish, read_record, read_rows
+from cluster.sink import PartError, build_rows, count_rows, merge_rows, publish, read_record, read_rows
 from cluster.storage import Store
 from specfold.request import ERROR, Completion, Request
 from specfold.stats import DecodeStats
@@ -33,8 +33,7 @@ class ShardWork:
         store: Store,
     ) -> None:
         self._raw, self._task, self._num_samples = raw, task, num_samples
-        self._old = read_rows(store, raw.index) if task.keep else None
-        self._old_stats = read_record(store, raw.index).stats if task.keep else DecodeStats()
+        self._old, self._old_stats = _read_old(store, raw.index) if task.keep else (None, DecodeStats())
         self._places = list(range(len(rows) * num_samples)) if self._old is None else _to_retry(self._old)
         """Positions in the part of the rows to be decoded now."""
         row_of = [place // num_samples for place in self._places]
@@ -98,6 +97,14 @@ class ShardWork:
                 stop=row.stop,
             )
         return None
+
+
+def _read_old(store: Store, index: int) -> tuple[pa.Table | None, DecodeStats]:
+    """The part that is there. A damaged one is no reason to stop: all of its rows are decoded again."""
+    try:
+        return read_rows(store, index), read_record(store, index).stats
+    except (pa.ArrowInvalid, PartError, OSError):
+        return None, DecodeStats()
 
 
 def _to_retry(part: pa.Table) -> list[int]:

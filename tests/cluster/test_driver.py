@@ -58,7 +58,7 @@ def test_the_run_directory_tells_what_was_done(folder: JobFolder) -> None:
 
 
 def test_columns_do_not_depend_on_the_values(folder: JobFolder) -> None:
-    prompts = folder.write_prompts(12, {i: "broken" for i in range(8)})
+    prompts = folder.write_prompts(12, dict.fromkeys(range(8), "broken"))
     assert folder.run(prompts, shard_rows=8) == 3
 
     schemas = [pq.read_schema(path).remove_metadata() for path in folder.parts]
@@ -98,13 +98,13 @@ def test_nothing_to_decode_is_exit_code_2_before_anything_is_written(folder: Job
 
 
 def test_a_setting_that_the_engine_refuses_is_one_sentence(folder: JobFolder) -> None:
-    with pytest.raises(UserError, match=r"^mode ar is not for the fake engine\.$") as caught:
+    with pytest.raises(UserError, match=r"^mode ar exists for Nemotron") as caught:
         folder.run(folder.write_prompts(3), mode="ar")
     assert caught.value.exit_code == 2
 
 
 def test_an_engine_that_never_comes_up_ends_the_job(folder: JobFolder) -> None:
-    with pytest.raises(UserError, match="no worker is left that works: .*this engine never comes up") as caught:
+    with pytest.raises(UserError, match=r"no worker is left that works: .*this engine never comes up") as caught:
         folder.run(folder.write_prompts(3), engine="broken", workers=1)
     assert caught.value.exit_code == 1
 
@@ -127,3 +127,49 @@ def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys
     assert "empty_prompt: 1 rows, first row 4" in shown
     assert "1 rows repeat the id" in shown
     assert not folder.output.exists()
+
+
+def test_the_same_command_resumes_and_what_may_change_may_change(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(60, {11: NAN, 35: NAN})
+    assert folder.run(prompts, limit=20, shard_rows=8, max_failed=1.0) == 0
+    first = {path.name: path.read_bytes() for path in folder.parts}
+    with pytest.raises(UserError, match=r"other settings \(delta: 0\.1 in the run, 0\.2 now\)") as caught:
+        folder.run(prompts, delta=0.2, shard_rows=8)
+    assert caught.value.exit_code == 2
+
+    assert folder.run(prompts, limit=40, shard_rows=8, max_failed=1.0, batch_size=3, workers=2) == 0
+    assert keys(folder.rows()) == [(row, 0) for row in range(40)]
+    second = {path.name: path.read_bytes() for path in folder.parts}
+    assert [name for name in first if second[name] != first[name]] == ["train-0000002.parquet"]  # it had four rows
+    assert folder.summary()["rows"]["failed_by_kind"] == {"nan_logits": 2}
+    assert [session["rows"] for session in folder.summary()["sessions"]] == [20, 24]
+
+    assert folder.run(prompts, engine="cured", limit=40, shard_rows=8, retry_failed=True) == 0
+    third = {path.name: path.read_bytes() for path in folder.parts}
+    assert [name for name in second if third[name] != second[name]] == [
+        "train-0000001.parquet", "train-0000004.parquet",
+    ]  # fmt: skip
+    assert set(folder.rows()["finish_reason"].to_pylist()) == {"stop"}
+    assert keys(folder.rows()) == [(row, 0) for row in range(40)]
+    assert folder.summary()["rows"]["failed"] == 0
+
+
+def test_overwrite_starts_anew(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(20)
+    assert folder.run(prompts, shard_rows=4) == 0
+    (folder.output / "letter.txt").write_text("mine")
+    assert folder.run(prompts, shard_rows=10, delta=0.3, limit=10, overwrite=True) == 0
+    assert [path.name for path in folder.parts] == ["train-0000000.parquet"]
+    assert json.loads((folder.output / "run.json").read_text())["identity"]["delta"] == 0.3
+    assert (folder.output / "letter.txt").read_text() == "mine"
+    assert len(list((folder.output / "stats").iterdir())) == 1
+
+
+def test_a_folder_of_something_else_is_left_alone(folder: JobFolder) -> None:
+    folder.output.mkdir()
+    (folder.output / "letter.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="is not empty and not the output of a run") as caught:
+            folder.run(folder.write_prompts(3), overwrite=overwrite)
+        assert caught.value.exit_code == 2
+    assert [path.name for path in folder.output.iterdir()] == ["letter.txt"]

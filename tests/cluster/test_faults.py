@@ -1,4 +1,4 @@
-"""What must survive: killed, stopped and hanging workers, rows that kill, disks that fill. Real processes, real signals."""
+"""What must survive: killed and stopped workers, rows that kill, disks that fill. Real processes and signals."""
 
 from __future__ import annotations
 

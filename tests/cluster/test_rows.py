@@ -15,6 +15,7 @@ from cluster.config import JobConfig
 from cluster.inputs import open_input
 from cluster.rows import INPUT_ERROR_KINDS, RowPreparer
 from cluster.schema import carried_schema
+from specfold import ConfigError, ModelError
 from tests.cluster.make_inputs import (
     CONTEXT,
     MASK_ID,
@@ -301,3 +302,13 @@ def test_every_format_gives_the_same_prompts(tmp_path: Path, model: Path, format
     prepared, table = prepare_all(path, model, input_prefix="in_")
     assert [as_text(row.prompt_ids) for row in prepared] == [user_turn(f"p{i}") for i in range(9)]
     assert table.to_pydict() == {"in_n": list(range(9)), "in_s": [f"s{i}" for i in range(9)]}
+
+
+def test_settings_that_the_model_cannot_decode_with(model: Path) -> None:
+    with pytest.raises(ConfigError, match="mode ar exists for Nemotron-Labs-Diffusion only"):
+        RowPreparer(JobConfig(mode="ar"), str(model), pa.schema([]))
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"is not a model folder: it has no config\.json\."):
+        RowPreparer(JobConfig(), str(tmp_path), pa.schema([]))
