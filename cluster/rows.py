@@ -39,13 +39,15 @@ class PreparedRow:
 class RowPreparer:
     """Turns raw shards into prepared rows. Cheap to build: reads the tokenizer and the model's config, no weights.
 
-    Raises ``UserError`` for templates that cannot work and ``ModelError`` for a folder that is no model.
+    Raises ``UserError`` for templates that cannot work, ``ModelError`` for a folder that is no model, and
+    ``ConfigError`` for settings that the model cannot decode with.
     """
 
     def __init__(self, config: JobConfig, model_folder: str, carried: pa.Schema) -> None:
         tokenizer = load_tokenizer(model_folder)
         self._info = read_model_info(model_folder, tokenizer, config.mask_token_id, config.stop_token_ids)
         self._decode = config.decode
+        self._info.check_config(self._decode)
         self._columns = prompt_columns(config)
         self._prompts = PromptReader(config, tokenizer, (self._info.mask_token_id, *self._info.stop_token_ids))
         self._carried, self._prefix = carried, config.input_prefix
