@@ -1,0 +1,75 @@
+"""The job as a cluster's user runs it: submitted to a real head with ``ray job submit``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A home of the test's own, and this interpreter first."""
+    keep = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return keep | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled", "PATH": f"{BIN}:{os.environ['PATH']}"}
+
+
+@pytest.fixture
+def head(tmp_path: Path, environment: dict[str, str]) -> Iterator[str]:
+    """A head node with a dashboard; the address to which jobs are submitted."""
+    port, dashboard = free_ports(2)
+    session = Path("/tmp") / f"ray-submit-{os.getpid()}"  # a socket's path may not be long
+    command = [
+        BIN / "ray", "start", "--head", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
+        "--num-gpus=0", f"--temp-dir={session}", "--disable-usage-stats", "--block",
+    ]  # fmt: skip
+    log = (tmp_path / "head.log").open("w")
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path)
+    yield f"http://127.0.0.1:{dashboard}"
+    process.terminate()
+    process.wait(30)
+    shutil.rmtree(session, ignore_errors=True)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+def submit(head: str, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Submit the main job from the repository's root and wait for its end; the head may still be starting."""
+    command = [
+        BIN / "ray", "job", "submit", "--address", head, "--working-dir", ".", "--", "python", "jobs/generate.py",
+        *arguments,
+    ]  # fmt: skip
+    for _ in range(30):
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        if "Failed to connect" not in run.stderr and "Connection refused" not in run.stderr:
+            break
+    return run
+
+
+def test_a_submitted_job_runs(head: str, environment: dict[str, str], tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    settings = ("--limit", "6", "--max-new-tokens", "24", "--workers", "1", "--shard-rows", "2")
+    run = submit(head, environment, *settings, "--output", str(output))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "Summary" in run.stdout
+    table = pq.read_table(output / "data")
+    assert table["row_id"].to_pylist() == list(range(6))
+    assert set(table["finish_reason"].to_pylist()) <= {"stop", "length"}
+    assert json.loads((output / "summary.json").read_text())["state"] == "done"
