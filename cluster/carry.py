@@ -29,7 +29,7 @@ def carried_table(parsed: ParsedShard, schema: pa.Schema, prefix: str, kind: str
         name = field.name.removeprefix(prefix)
         if kind == "arrow":
             assert parsed.table is not None
-            columns.append(parsed.table.column(name).cast(field.type))
+            columns.append(_from_typed(parsed.table, field, name, problems))
         elif parsed.table is None:
             values = [row.get(name) if isinstance(row, dict) else None for row in parsed.rows]
             columns.append(_from_json(values, field, name, problems))
@@ -61,6 +61,24 @@ def _from_json(values: list[Any], field: pa.Field, name: str, problems: Problems
                 values[position] = None
                 problems.setdefault(position, _misfit(name, what(value), field))
     return pa.array(values, field.type)
+
+
+def _from_typed(table: pa.Table, field: pa.Field, name: str, problems: Problems) -> pa.ChunkedArray:
+    """A typed column; values are cast only where files that came later have another type."""
+    if name not in table.column_names:
+        return pa.chunked_array([pa.nulls(len(table), field.type)])
+    column = table.column(name)
+    if column.type == field.type:
+        return column
+    cells = []
+    for position in range(len(column)):
+        cell = column.slice(position, 1)
+        try:
+            cells.append(cell.cast(field.type))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            cells.append(pa.chunked_array([pa.nulls(1, field.type)]))
+            problems[position] = _misfit(name, f"a value of type {column.type}", field)
+    return pa.chunked_array([chunk for cell in cells for chunk in cell.chunks], field.type)
 
 
 def _from_text(table: pa.Table, field: pa.Field, name: str, problems: Problems) -> pa.Array:

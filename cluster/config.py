@@ -17,12 +17,12 @@ from cyclopts import Group, Parameter, Token
 
 from cluster.errors import UserError
 from specfold.config import ConfigError, DecodeConfig, FfnGate, Mode
+from specfold.reference_models import NAMES
 
 Backend = Literal["auto", "torch"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
-BUNDLED_MODELS = ("fast_dllm_v2", "nemotron_labs_diffusion")
 BUNDLED_PROMPTS = "bundled"
 MAX_PARTS = 10_000
 STREAM_SHARD_ROWS = 1024
@@ -57,7 +57,7 @@ HIDDEN = Parameter(parse=False, show=False)
 class JobConfig:
     """Every flag of the main job, in snake case, and below them what only the command itself can know."""
 
-    model: Annotated[str, Parameter(group=_MODEL)] = BUNDLED_MODELS[0]
+    model: Annotated[str, Parameter(group=_MODEL)] = NAMES[0]
     """Local folder, hub id, or a bundled model (fast_dllm_v2, nemotron_labs_diffusion)."""
     revision: Annotated[str | None, Parameter(group=_MODEL)] = None
     """Branch, tag or commit of a hub model; resolved to a commit once."""

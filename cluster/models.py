@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import importlib.resources
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import BUNDLED_MODELS
 from cluster.errors import UserError
 from specfold.checkpoint import MODEL_FILES
+from specfold.reference_models import NAMES, path
 
 UNWANTED = ("*/*", "consolidated*.safetensors")
 """Sub-folders, and the second copy of the weights that some repositories bring."""
@@ -47,10 +46,12 @@ def resolve_model(model: str, revision: str | None = None) -> ModelRef:
 def local_folder(ref: ModelRef) -> str:
     """The model's folder on this node; a hub model is downloaded once per node under a file lock."""
     if ref.path is not None:
-        folder = _folder(ref.name if ref.name in BUNDLED_MODELS else ref.path)
-        if folder is None:
-            raise UserError(f"The model folder {ref.path} does not exist on this node; put it where all nodes see it.")
-        return str(folder)
+        if Path(ref.path).is_dir():
+            return ref.path
+        # The package may be installed elsewhere on this node; what it brings must be what the driver saw.
+        if ref.name in NAMES and content_hash(path(ref.name)) == ref.content_hash:
+            return str(path(ref.name))
+        raise UserError(f"The model folder {ref.path} does not exist on this node; put it where all nodes see it.")
     return _download(ref)
 
 
@@ -66,15 +67,13 @@ def _folder(model: str) -> Path | None:
     """The local folder that the name means, if it means one. A folder here goes before a bundled model."""
     if Path(model).is_dir():
         return Path(model).resolve()
-    if model in BUNDLED_MODELS:
-        return Path(str(importlib.resources.files("specfold") / "reference_models" / model))
-    return None
+    return path(model) if model in NAMES else None
 
 
 def _blocks(folder: Path) -> Iterator[tuple[Path, int]]:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and _is_wanted(path.name):
-            yield from ((path, offset) for offset in range(0, max(1, path.stat().st_size), _HASH_BLOCK))
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and _is_wanted(file.name):
+            yield from ((file, offset) for offset in range(0, max(1, file.stat().st_size), _HASH_BLOCK))
 
 
 def _is_wanted(name: str) -> bool:
@@ -84,14 +83,14 @@ def _is_wanted(name: str) -> bool:
 
 
 def _hash_block(block: tuple[Path, int]) -> bytes:
-    path, offset = block
-    hasher = hashlib.sha256(f"{path.name}\0{offset}\0".encode())
+    file, offset = block
+    hasher = hashlib.sha256(f"{file.name}\0{offset}\0".encode())
     try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            hasher.update(file.read(_HASH_BLOCK))
+        with file.open("rb") as content:
+            content.seek(offset)
+            hasher.update(content.read(_HASH_BLOCK))
     except OSError as error:
-        raise UserError(f"The model file {path} cannot be read: {error.strerror}.") from None
+        raise UserError(f"The model file {file} cannot be read: {error.strerror}.") from None
     return hasher.digest()
 
 

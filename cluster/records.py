@@ -13,7 +13,7 @@ from typing import NamedTuple
 from cluster.errors import UserError
 from cluster.files import MAX_RECORD_BYTES, InputFile
 
-_BUNCH = 1000
+_BUNCH_BYTES = 1 << 20
 _MAX_CSV_BYTES = 1 << 20
 """A quote that is not closed within this much is a broken record, not the rest of the file."""
 _TO_CLOSING_QUOTE = re.compile(rb'[^"]*(?:""[^"]*)*"(?!")')
@@ -145,14 +145,16 @@ def _array_elements(file: InputFile) -> Iterator[list[bytes]]:
     window = _Window(file)
     window.expect("[")
     elements: list[bytes] = []
+    size = 0
     more = window.peek() != "]"
     while more:
         # A line feed inside an element is white space between its tokens: JSON strings cannot hold one.
         text = window.element().encode("utf-8", "surrogateescape")
         elements.append(text.replace(b"\n", b" "))
-        if len(elements) == _BUNCH:
+        size += len(text)
+        if size > _BUNCH_BYTES:
             yield elements
-            elements = []
+            elements, size = [], 0
         more = window.peek() == ","
         window.expect("," if more else "]")
     if elements:

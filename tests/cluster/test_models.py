@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from cluster import models
 from cluster.errors import UserError
 from cluster.models import ModelRef, content_hash, local_folder, resolve_model
+from specfold.reference_models import NAMES, path
 from tests.cluster.make_inputs import make_model
 
 
@@ -68,14 +70,15 @@ def test_any_change_of_content_changes_the_hash(tmp_path: Path, monkeypatch: pyt
     assert len(hashes) == 7
 
 
-@pytest.mark.parametrize("name", ["fast_dllm_v2", "nemotron_labs_diffusion"])
+@pytest.mark.parametrize("name", NAMES)
 def test_bundled_models_go_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    if not (Path(models.__file__).parent.parent / "specfold" / "reference_models" / name).is_dir():
-        pytest.skip("the reference models are not there")
     ref = resolve_model(name)
-    assert ref.name == name
-    assert Path(local_folder(ref)).parts[-3:] == ("specfold", "reference_models", name)
+    assert local_folder(ref) == ref.path == str(path(name))
+    elsewhere = replace(ref, path="/another/installation")
+    assert local_folder(elsewhere) == str(path(name))
+    with pytest.raises(UserError, match="does not exist on this node"):
+        local_folder(replace(elsewhere, content_hash="sha256:another version"))
     (tmp_path / name).mkdir()
     assert resolve_model(name).path == str(tmp_path / name)
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,21 @@ def test_dictionaries_do_not_reach_beyond_the_shard(tmp_path: Path, rows: int) -
     pq.write_table(table.slice(0, rows), tmp_path / "b.parquet")
     (whole,), (head,) = (shards_of(str(tmp_path / name), 99) for name in ("a.parquet", "b.parquet"))
     assert whole.head_digest(rows) == head.digest
+
+
+@pytest.mark.parametrize("format", ["jsonl", "json", "csv", "parquet"])
+def test_reading_takes_constant_memory(tmp_path: Path, format: str) -> None:
+    """50 MB of rows pass through in a few blocks' worth of memory."""
+    prompts = ["x" * 10_000] * 5_000
+    write(tmp_path / f"a.{format}", format, prompts, 100)
+    source = open_input(JobConfig(prompts=str(tmp_path)))
+    tracemalloc.start()
+    arrow_before = pa.total_allocated_bytes()
+    rows, arrow_most = 0, 0
+    for raw in source.shards(64):
+        rows += raw.num_rows
+        arrow_most = max(arrow_most, pa.total_allocated_bytes() - arrow_before)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rows == 5_000
+    assert most + arrow_most < 32 << 20

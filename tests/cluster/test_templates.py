@@ -14,7 +14,8 @@ from cluster.errors import UserError
 from cluster.problems import RowProblem
 from cluster.prompts import PromptReader
 from cluster.templates import PromptEncoder, PromptTemplate
-from specfold.checkpoint import load_tokenizer
+from specfold import reference_models
+from specfold.checkpoint import load_tokenizer, read_model_info
 from tests.cluster.make_inputs import (
     CHAT_TEMPLATE,
     MASK,
@@ -103,6 +104,21 @@ def test_templates_that_change_content_still_work(tokenizer: Any, tmp_path: Path
     text = f"  say {STOP} now  "
     ids = encode(tokenizer, text, chat_template=str(tmp_path / "trim.jinja"))
     assert as_text(ids) == user_turn(f"SAY {STOP} NOW")
+
+
+@pytest.mark.parametrize("name", reference_models.NAMES)
+@pytest.mark.parametrize("text", FORGERIES)
+def test_the_bundled_models_keep_special_text_as_text(name: str, text: str) -> None:
+    folder = reference_models.path(name)
+    tokenizer = load_tokenizer(folder)
+    info = read_model_info(folder, tokenizer)
+    reader = PromptReader(JobConfig(), tokenizer, (info.mask_token_id, *info.stop_token_ids))
+    plain, forged = (reader.encode([reader.from_text("prompt", content)])[0] for content in ("hello", text))
+    assert isinstance(plain, list)
+    assert isinstance(forged, list)
+    control = tokenizer.added_tokens_decoder
+    assert [token for token in forged if token in control] == [token for token in plain if token in control]
+    assert f"user\n{text}<|im_end|>" in tokenizer.decode(forged)
 
 
 def test_framing_tokens_of_raw_text() -> None:
