@@ -88,9 +88,9 @@ def build_graph(formulas: Iterable[Iterable[tuple[int, int]]], origin: str) -> D
 
 
 def default_graph(num_drafts: int) -> DraftGraph:
-    """A chain of the most likely continuations, then the orders in which it may come true, then second choices.
+    """A chain of the most likely continuations and, from six drafts on, the other orders in which it may come true.
 
-    Which formulas pay first follows from counts on the bundled models (docs/log.md).
+    The order is that of the gain counted on the bundled models (docs/log.md).
     """
     return build_graph(DEFAULT_ORDER[:num_drafts], "default")
 
@@ -150,13 +150,13 @@ def _chain(length: int) -> list[tuple[int, int]]:
 
 
 DEFAULT_ORDER: list[list[tuple[int, int]]] = [
-    _chain(1),
-    _chain(2),
-    _chain(3),
+    *map(_chain, range(1, 6)),
     [(1, 0)],
-    _chain(4),
+    _chain(6),
     [(0, 0), (2, 0)],
-    _chain(5),
-    [(0, 1)],
-    *map(_chain, range(6, MAX_DRAFTS - 2)),
+    _chain(7),
+    [(0, 0), (1, 0), (3, 0)],
+    _chain(8),
+    [(0, 0), (1, 0), (2, 0), (4, 0)],
+    *map(_chain, range(9, MAX_DRAFTS - 3)),
 ]
