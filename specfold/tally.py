@@ -44,14 +44,17 @@ class Tally:
         self.ffn_rows += rows_S - result.fold_ffn_LSB.sum((0, 2))
         if not self._at_depth_BK.shape[1]:
             return
-        # Branch 0 has no depth, so the matrix drops it.
-        self.proposed += computed_SB.long() @ self._at_depth_BK
-        self.accepted += result.accepted_SB.long() @ self._at_depth_BK
-        self.draft_rows += (kind_SB == DENOISE).long() @ self._at_depth_BK * self._block_size
+        self.proposed += self._by_depth(computed_SB)
+        self.accepted += self._by_depth(result.accepted_SB)
+        self.draft_rows += self._by_depth(kind_SB == DENOISE) * self._block_size
         drafted_S = (main_S == DENOISE).long()
         self.run_lengths.scatter_add_(1, result.accepted_SB.sum(-1, keepdim=True), drafted_S[:, None])
-        self.folded_qkv += (result.fold_qkv_LSB @ self._at_depth_BK).transpose(0, 1)
-        self.folded_ffn += (result.fold_ffn_LSB @ self._at_depth_BK).transpose(0, 1)
+        self.folded_qkv += self._by_depth(result.fold_qkv_LSB).transpose(0, 1)
+        self.folded_ffn += self._by_depth(result.fold_ffn_LSB).transpose(0, 1)
+
+    def _by_depth(self, count_B: torch.Tensor) -> torch.Tensor:
+        """Sums over the branches of each depth, [..., B] -> [..., K]; branch 0 has no depth and is dropped."""
+        return (count_B[..., None] * self._at_depth_BK).sum(-2)
 
     def take(self, slot: int) -> DecodeStats:
         """The counters of one slot, which start again from zero."""
