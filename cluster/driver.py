@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 
@@ -14,18 +16,29 @@ from cluster.errors import UserError
 from cluster.events import Event, Wake
 from cluster.identity import resolve
 from cluster.inputs import open_input
-from cluster.job import Job, choose_device, limited
+from cluster.job import Job, choose_device, helpers, limited
 from cluster.lease import Lease, is_held
 from cluster.models import resolve_model
 from cluster.progress import open_view
 from cluster.rundir import RunDir
 from cluster.schema import carried_schema
-from cluster.session import Interrupted, OutputKeeper, StopSignals, ray_map, ray_session, runtime_env
+from cluster.session import Interrupted, OutputKeeper, StopSignals, ray_session
 from cluster.storage import Store
+from specfold import ConfigError, ModelError
 
 DEFAULT_ENGINE = "specfold.engine:Engine.from_pretrained"
 
 
+@contextmanager
+def _as_user_errors() -> Iterator[None]:
+    """The engine's complaints about a setting or a model are mistakes of the user."""
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        raise UserError(str(error)) from None
+
+
+@_as_user_errors()
 def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
     """Decode the input into ``config.output``; returns the exit code.
 
@@ -61,6 +74,7 @@ def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
             keeper.release()
 
 
+@_as_user_errors()
 def check_job(config: JobConfig) -> int:
     """Check every input row and print what is wrong; decodes nothing and writes nothing. Returns the exit code."""
     source = open_input(config)
@@ -70,9 +84,8 @@ def check_job(config: JobConfig) -> int:
         rows = limited(source.count(), config.limit)
         shard_rows = config.shard_rows or default_shard_rows(rows)
         settled = resolve(config, choose_device(config), shard_rows)
-        environment = runtime_env(settled.device == "cpu")
-        carried = carried_schema(source, settled, partial(ray_map, "column types", environment))
-        found = check_rows(source, settled, model, carried, config.limit, partial(ray_map, "check rows", environment))
+        carried = carried_schema(source, settled, helpers("column types", source.count()))
+        found = check_rows(source, settled, model, carried, config.limit, helpers("check rows", rows))
     for line in [*found.report(), _plan(found, settled)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if found.num_failed == found.rows:

@@ -26,12 +26,13 @@ from cluster.progress import View
 from cluster.resume import Survey, restore_stats, survey
 from cluster.rundir import RunDir, RunFile, describe_run
 from cluster.schema import Map, carried_schema
-from cluster.session import Interrupted, StopSignals, ray_map, runtime_env
+from cluster.session import Interrupted, StopSignals, ray_map, worker_environment
 from cluster.shards import InputSource
 from cluster.sink import DATA
 from cluster.storage import Store
 from cluster.summary import SHARDS, Tally, summary_table
 
+SMALL_INPUT_ROWS = 2_000
 EXIT_MISSING, EXIT_CONFIG, EXIT_FAILED = 1, 2, 3
 
 
@@ -102,7 +103,7 @@ class Job:
         if existing:
             self._rundir.require_same(existing, identity)
             return config, Admission(self._rundir, existing, is_new=False), existing.schema
-        schema = carried_schema(self._source, config, self._helpers(config, "column types"))
+        schema = carried_schema(self._source, config, self._helpers("column types"))
         run = describe_run(config, identity, schema, self._source.files, self._model)
         return config, Admission(self._rundir, run, is_new=True), schema
 
@@ -127,7 +128,7 @@ class Job:
         """Find bad input before any GPU time is spent on it."""
         rows = rows_to_check(self._num_rows)
         rows = config.limit if rows is None else min(rows, config.limit or rows)
-        run = self._helpers(config, "check rows")
+        run = self._helpers("check rows")
         found = check_rows(self._source, config, self._model, schema, rows, run)
         for line in found.report() if found.num_failed or found.warnings else ():
             self._view.say(line)
@@ -146,7 +147,7 @@ class Job:
             plan,
             self._events.put,
             resources=worker_resources(config),
-            runtime_env=runtime_env(config.device == "cpu"),
+            runtime_env=worker_environment(),
             count=partial(worker_count, config, num_left),
         )
         self._signals.last_words.append(pool.close)
@@ -184,8 +185,8 @@ class Job:
             return ""
         return ranges([index for index in range(self._num_shards) if not self._tally.has(index)])
 
-    def _helpers(self, config: JobConfig, name: str) -> Map:
-        return partial(ray_map, name, runtime_env(config.device == "cpu"))
+    def _helpers(self, name: str) -> Map:
+        return helpers(name, self._num_rows)
 
     def _check_alive(self) -> None:
         self._signals.check()
@@ -194,6 +195,13 @@ class Job:
 
     def _wake(self) -> None:
         self._events.put(Wake())
+
+
+def helpers(name: str, num_rows: int | None) -> Map:
+    """How to go over the input's shards: in helper tasks, or here if it is so small that starting them costs more."""
+    if num_rows is not None and num_rows <= SMALL_INPUT_ROWS:
+        return map
+    return partial(ray_map, name, worker_environment())
 
 
 def limited(rows: int | None, limit: int | None) -> int | None:

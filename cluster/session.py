@@ -61,13 +61,18 @@ def ray_session(address: str | None, workers: int | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def runtime_env(cpu: bool) -> dict[str, Any]:
-    """Environment of workers and helper tasks: this program importable, and on a CPU one thread for each."""
-    root = str(Path(__file__).resolve().parent.parent)
-    variables = {"PYTHONPATH": os.pathsep.join([root, *filter(None, _python_path())])}
-    if cpu:
-        variables["OMP_NUM_THREADS"] = "1"
-    return {"env_vars": variables}
+def worker_environment() -> dict[str, Any]:
+    """Runtime environment of workers and helper tasks: what makes this program importable there.
+
+    Ray adds the script's folder and the working directory by itself, and a submitted job's. Nothing is asked for where
+    that is enough: a process with an environment of its own starts a second later. Threads need no setting: Ray gives
+    a process of one CPU one OpenMP thread.
+    """
+    root = Path(__file__).resolve().parent.parent
+    known = {Path.cwd(), Path(sys.argv[0]).resolve().parent}
+    if root in known or "site-packages" in root.parts or ray.get_runtime_context().runtime_env.get("working_dir"):
+        return {}
+    return {"env_vars": {"PYTHONPATH": str(root)}}
 
 
 class StopSignals:
@@ -178,8 +183,3 @@ def _result(ref: Any) -> Any:
         if isinstance(error.cause, UserError | ConfigError | ModelError):
             raise UserError(str(error.cause), getattr(error.cause, "exit_code", 2)) from None
         raise
-
-
-def _python_path() -> list[str]:
-    """Folders that this process was told to import from, beside the installed ones."""
-    return [path for path in sys.path if path and not path.startswith(sys.prefix) and "python3" not in path]

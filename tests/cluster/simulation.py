@@ -6,7 +6,7 @@ import heapq
 import itertools
 import queue
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.dispatch import Dispatcher
@@ -28,8 +28,12 @@ class SimWorker:
     free_at: float
     shards: list[tuple[Work, ShardTask]] = field(default_factory=list)
     done: int = 0
-    failed: int = 0
     stuck: bool = False
+    seen: WorkerState = field(default_factory=WorkerState)
+    """The counters when its last shard was done."""
+
+    def state(self, now: float) -> WorkerState:
+        return replace(self.seen, pulse=int(now * 1000))
 
 
 class SimPool:
@@ -44,6 +48,7 @@ class SimPool:
         self.deadly: set[int] = set()
         self.sticky: set[int] = set()
         self.barren: set[int] = set()
+        self.failing = 0.0
         self.failure: Failure | None = None
         self.kind = "chip"
         self.workers: dict[str, SimWorker] = {}
@@ -104,7 +109,8 @@ class SimPool:
             work.index, work.first_row, work.input_rows, 1, "", "id", failed={"x": len(blamed)} if blamed else {},
             finished={}, stats=DecodeStats(), worker=worker,
         )  # fmt: skip
-        state = WorkerState(loading=False, rows_done=me.done, busy_s=time, pulse=me.done)
+        failed = round(me.done * self.failing)
+        state = WorkerState(loading=False, rows_done=me.done, rows_failed=failed, busy_s=time, pulse=me.done)
         self.at(time - self.now, Done(worker, Receipt(record, state)))
         self.at(max(time - self.now - ROW_S, 0.0), Room(worker))
 
@@ -114,7 +120,7 @@ class SimPool:
     def ask(self, worker: str) -> None:
         me = self.workers[worker]
         if not me.stuck:
-            self.at(0.001, Progress(worker, WorkerState(loading=False, rows_done=me.done, pulse=int(self.now * 1000))))
+            self.at(0.001, Progress(worker, me.state(self.now)))
 
     def kill(self, worker: str) -> None:
         self.killed.append(worker)

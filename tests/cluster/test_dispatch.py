@@ -69,6 +69,17 @@ def test_a_fatal_failure_ends_the_job_with_its_sentence() -> None:
     assert (str(error), error.exit_code) == ("the model folder is broken.", 2)
 
 
+def test_the_job_stops_early_when_most_of_the_first_thousand_fail() -> None:
+    for failing, stops in ((0.4, False), (0.6, True)):
+        pool, host = SimPool(), SimHost()
+        pool.failing = failing
+        result = simulate(pool, host, [50] * 100)
+        assert (result["error"] is not None) == stops
+        if stops:
+            assert "stopped early: 600 of the first 1,000 rows have failed" in str(result["error"])
+            assert (result["error"].exit_code, len(result["done"])) == (1, 20)
+
+
 def test_a_late_worker_takes_its_share() -> None:
     pool, host = SimPool(size=1), SimHost()
     pool.rows_s = lambda row: 0.05

@@ -56,8 +56,14 @@ def test_the_run_directory_tells_what_was_done(folder: JobFolder) -> None:
         (0, 16, run["identity_hash"]), (16, 16, run["identity_hash"]), (32, 8, run["identity_hash"]),
     ]  # fmt: skip
 
+    loaded = datasets.load_dataset(str(folder.output), cache_dir=str(folder.root / "cache"))
+    assert list(loaded) == ["train"]
+    assert loaded["train"]["row_id"][:] == list(range(40))
+    assert loaded["train"]["output_token_ids"][0] == expected(0)["output_token_ids"]
+    assert loaded["train"]["output_token_ids"][3] == []
 
-def test_columns_do_not_depend_on_the_values(folder: JobFolder) -> None:
+
+def test_columns_do_not_depend_on_the_values_and_too_many_failures_are_exit_code_3(folder: JobFolder) -> None:
     prompts = folder.write_prompts(12, dict.fromkeys(range(8), "broken"))
     assert folder.run(prompts, shard_rows=8) == 3
 
@@ -72,21 +78,7 @@ def test_columns_do_not_depend_on_the_values(folder: JobFolder) -> None:
     assert (broken["finish_reason"], broken["error_kind"], broken["n"], broken["output_text"]) == (
         "error", "invalid_json", None, "",
     )  # fmt: skip
-
-
-def test_the_folder_is_a_dataset(folder: JobFolder) -> None:
-    assert folder.run(folder.write_prompts(30), shard_rows=8) == 0
-
-    loaded = datasets.load_dataset(str(folder.output), cache_dir=str(folder.root / "cache"))
-    assert list(loaded) == ["train"]
-    assert loaded["train"]["row_id"][:] == list(range(30))
-    assert loaded["train"]["output_token_ids"][:] == [expected(row)["output_token_ids"] for row in range(30)]
-
-
-def test_too_many_failed_rows_are_exit_code_3(folder: JobFolder) -> None:
-    prompts = folder.write_prompts(20, {3: NAN, 4: NAN})
-    assert folder.run(prompts) == 3
-    assert folder.run(prompts, max_failed=0.1) == 0  # nothing is left to decode; the limit is not part of the identity
+    assert folder.run(prompts, shard_rows=8, max_failed=0.7) == 0  # nothing is left to do, and the limit may change
 
 
 def test_nothing_to_decode_is_exit_code_2_before_anything_is_written(folder: JobFolder) -> None:
@@ -101,20 +93,6 @@ def test_a_setting_that_the_engine_refuses_is_one_sentence(folder: JobFolder) ->
     with pytest.raises(UserError, match=r"^mode ar exists for Nemotron") as caught:
         folder.run(folder.write_prompts(3), mode="ar")
     assert caught.value.exit_code == 2
-
-
-def test_an_engine_that_never_comes_up_ends_the_job(folder: JobFolder) -> None:
-    with pytest.raises(UserError, match=r"no worker is left that works: .*this engine never comes up") as caught:
-        folder.run(folder.write_prompts(3), engine="broken", workers=1)
-    assert caught.value.exit_code == 1
-
-
-def test_early_stop_when_most_of_the_first_thousand_fail(folder: JobFolder) -> None:
-    prompts = folder.write_prompts(3000, dict.fromkeys(range(2000), NAN))
-    with pytest.raises(UserError, match=r"stopped early: .* have failed.* Missing shards: ") as caught:
-        folder.run(prompts, shard_rows=100, engine="slow", batch_size=50)
-    assert caught.value.exit_code == 1
-    assert folder.summary()["state"] == "stopped"
 
 
 def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,14 +131,10 @@ def test_the_same_command_resumes_and_what_may_change_may_change(folder: JobFold
     assert keys(folder.rows()) == [(row, 0) for row in range(40)]
     assert folder.summary()["rows"]["failed"] == 0
 
-
-def test_overwrite_starts_anew(folder: JobFolder) -> None:
-    prompts = folder.write_prompts(20)
-    assert folder.run(prompts, shard_rows=4) == 0
     (folder.output / "letter.txt").write_text("mine")
-    assert folder.run(prompts, shard_rows=10, delta=0.3, limit=10, overwrite=True) == 0
+    assert folder.run(prompts, shard_rows=10, delta=0.2, limit=10, overwrite=True) == 0
     assert [path.name for path in folder.parts] == ["train-0000000.parquet"]
-    assert json.loads((folder.output / "run.json").read_text())["identity"]["delta"] == 0.3
+    assert json.loads((folder.output / "run.json").read_text())["identity"]["delta"] == 0.2
     assert (folder.output / "letter.txt").read_text() == "mine"
     assert len(list((folder.output / "stats").iterdir())) == 1
 

@@ -85,9 +85,9 @@ def test_a_second_driver_on_the_same_output_refuses(
     folder: JobFolder, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     prompts = folder.write_prompts(300)
-    first = start(prompts)
+    first = start(prompts, engine="slower")
     wait_for_parts(folder, 1, first)
-    second = start(prompts)
+    second = start(prompts, engine="slower")
     _, err = second.communicate(timeout=30)
     assert second.returncode == 2
     assert "another driver" in err
