@@ -6,7 +6,8 @@
     python tests/train_reference_models.py --family fast_dllm_v2 --out /tmp/tiny --micro --steps 100 --problems 1000
 
 The last line printed is JSON: losses, and the accuracy on 200 held-out problems by a plain exact decoder, computed in
-float32 from the bfloat16 weights that were written. The same command on the same chip gives the same weights.
+float32 from the bfloat16 weights that were written. Seeds and steps are fixed and the arithmetic is deterministic, so
+the same command on the same chip and versions repeats itself.
 """
 
 from __future__ import annotations
@@ -94,9 +95,7 @@ def save_model(model: ReferenceModel, tokenizer: Tokenizer, folder: Path) -> Non
     save_tokenizer(tokenizer, folder)
 
 
-def evaluate(
-    model: ReferenceModel, family: str, tokenizer: Tokenizer, mask_id: int, stop_id: int
-) -> dict[str, float | list[str]]:
+def evaluate(model: ReferenceModel, family: str, tokenizer: Tokenizer, mask_id: int, stop_id: int) -> dict[str, float]:
     """Accuracy and forwards of vanilla decoding on held-out problems; of plain next-token decoding too for Nemotron."""
     problems = heldout_problems(NUM_EVALUATED)
     prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
