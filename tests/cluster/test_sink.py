@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.messages import RowKey, ShardRecord
 from cluster.schema import OUTPUT_COLUMNS
+from cluster.shardwork import sum_stats
 from cluster.sink import (
     ForeignPartError,
     PartError,
@@ -140,3 +141,18 @@ def test_part_names_sort_by_index(index: int) -> None:
     assert part_name(index) <= part_name(9_999_999)
     assert part_index("." + name) is None
     assert part_index(name + ".tmp") is None
+
+
+COUNTS = st.lists(st.integers(0, 100), max_size=3)
+STATS = st.builds(
+    DecodeStats, output_tokens=st.integers(0, 99), seconds=st.integers(0, 9), accepted_by_depth=COUNTS,
+    run_lengths=COUNTS, folded_qkv=st.lists(COUNTS, max_size=3),
+)  # fmt: skip
+
+
+@given(st.lists(STATS, max_size=6))
+def test_the_quick_sum_of_counters_is_their_sum(many: list[DecodeStats]) -> None:
+    total = DecodeStats()
+    for stats in many:
+        total.add(stats)
+    assert sum_stats(many) == total
