@@ -30,7 +30,7 @@ class Log(Protocol):
 
     def admit(self, key: RowKey) -> None: ...
 
-    def release(self, key: RowKey) -> None: ...
+    def release(self, key: RowKey, *, finished: bool = True) -> None: ...
 
 
 @dataclass
@@ -52,6 +52,8 @@ class OpenShard:
 class DecodeLoop:
     """Feeds an engine from open shards, first come first served, until closed.
 
+    When the engine runs out of memory its rows are decoded again, half as many at a time from then on.
+
     ``on_finished(shard)`` is called from the loop's thread when a shard's last row is done, ``on_room()`` when fewer
     than a batch of rows wait, ``on_failure(error)`` once if the engine raises; the loop has then ended.
     """
@@ -71,7 +73,7 @@ class DecodeLoop:
         self._on_finished, self._on_room, self._on_failure = on_finished, on_room, on_failure
         self._changed = threading.Condition()
         self._shards: list[OpenShard] = []
-        self._active: dict[RowKey, OpenShard] = {}
+        self._active: dict[RowKey, tuple[OpenShard, Request]] = {}
         self._alone = False
         self._closed = False
         self._waiting = 0
@@ -123,16 +125,39 @@ class DecodeLoop:
             active_rows=len(self._active),
             idle_s=self._seconds[0],
             busy_s=self._seconds[1],
+            batch_size=self._batch_size,
             pulse=self._pulse + int(getattr(self._engine, "num_steps", 0)),
             **self._counts,
         )
 
     def _run(self) -> None:
         try:
-            for completion in self._engine.stream(self._requests(), self._config, self._batch_size):
-                self._finish(completion)
+            while not self._stream():
+                self._take_back()
+                self._batch_size = max(self._batch_size // 2, 1)
         except BaseException as error:
             self._on_failure(error)
+
+    def _stream(self) -> bool:
+        """Decode until closed; False if memory ran out and fewer rows at a time may still go."""
+        try:
+            for completion in self._engine.stream(self._requests(), self._config, self._batch_size):
+                self._finish(completion)
+        except Exception as error:
+            if self._batch_size > 1 and _is_out_of_memory(error):
+                return False
+            raise
+        return True
+
+    def _take_back(self) -> None:
+        """Let the rows in the engine wait again, in front of the others."""
+        with self._changed:
+            for key, (shard, request) in reversed(self._active.items()):
+                (shard.alone if self._alone else shard.waiting).appendleft(request)
+                self._log.release(key, finished=False)
+            self._waiting += len(self._active)
+            self._active.clear()
+            self._alone = False
 
     def _requests(self) -> Iterator[Request | None]:
         """What the engine pulls from: a row, or None to go on with those it has; blocks when it has none."""
@@ -164,7 +189,7 @@ class DecodeLoop:
     def _admit(self, shard: OpenShard, request: Request) -> Request:
         key = RowKey(request.row_id, request.sample_id)
         self._log.admit(key)
-        self._active[key] = shard
+        self._active[key] = shard, request
         self._waiting -= 1
         if not self._busy:
             self._switch(True)
@@ -175,7 +200,7 @@ class DecodeLoop:
     def _finish(self, completion: Completion) -> None:
         key = RowKey(completion.row_id, completion.sample_id)
         with self._changed:
-            shard = self._active.pop(key)
+            shard, _ = self._active.pop(key)
             self._log.release(key)
             self._alone = False
             self._count(completion)
@@ -204,3 +229,8 @@ class DecodeLoop:
         counts["forwards"] += stats.num_forwards
         counts["drafts_proposed"] += stats.drafts_proposed
         counts["drafts_accepted"] += stats.drafts_accepted
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python's own error, or torch's by its name: this module need not import torch."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -155,6 +155,8 @@ class Dispatcher:
         now = self._clock()
         if state.pulse != member.state.pulse or not member.working:
             member.moved = now
+        if state.batch_size < member.state.batch_size:
+            self._host.say(f"{worker} ran out of memory and now decodes {state.batch_size} rows at a time.")
         member.heard, member.state = now, state
         self._host.observe(worker, state)
 

@@ -132,6 +132,8 @@ class WorkerState:
     idle_s: float = 0.0
     """Time without, loading excluded."""
     pulse: int = 0
+    batch_size: int = 0
+    """Rows decoded together: fewer than asked for once memory has run out."""
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ class FlightRecorder:
         slot = self._slots[key] = self._free.pop()
         _ENTRY.pack_into(self._memory, slot, key.row_id, key.sample_id, 1)
 
-    def release(self, key: RowKey) -> None:
+    def release(self, key: RowKey, *, finished: bool = True) -> None:
         slot = self._slots.pop(key)
         _ENTRY.pack_into(self._memory, slot, 0, 0, 0)
         self._free.append(slot)
-        self._finished += 1
+        self._finished += finished
         _HEAD.pack_into(self._memory, 0, self._finished, 0)
 
     def remove(self) -> None:

@@ -120,6 +120,40 @@ def test_the_recorder_holds_exactly_the_rows_in_the_engine(tmp_path: Path) -> No
     assert take_flight(path) is None
 
 
+class Cramped(FakeEngine):
+    """Has memory for two rows at a time, or for none of a marked row."""
+
+    def stream(self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        if batch_size > 2:
+            taken = [next(requests) for _ in range(3)]
+            raise MemoryError(f"no room for {len(taken)} rows")
+        for request in requests:
+            if request is not None and RAISE in request.prompt_ids:
+                raise MemoryError("no room at all")
+            if request is not None:
+                yield decode(request, config)
+
+
+def test_out_of_memory_halves_the_batch_and_loses_no_row(tmp_path: Path) -> None:
+    decoding, events = loop(Cramped(), tmp_path / "rows", batch_size=8)
+    decoding.add(OpenShard(0, requests(0, 30)))
+    decoding.start()
+    while not isinstance(shard := events.next(), OpenShard):
+        pass
+    assert {key.row_id for key in shard.results} == set(range(30))
+    assert (decoding.state().batch_size, decoding.state().rows_done) == (2, 30)
+    decoding.close()
+
+
+def test_a_row_with_no_room_even_alone_is_a_failure(tmp_path: Path) -> None:
+    decoding, events = loop(Cramped(), tmp_path / "rows", batch_size=2)
+    decoding.add(OpenShard(0, deque([Request([RAISE], 0)])))
+    decoding.start()
+    while (event := events.next()) == "room":
+        pass
+    assert isinstance(event, MemoryError)
+
+
 def test_recorders_of_two_drivers_are_apart() -> None:
     assert recorder_path("a", "worker-0") != recorder_path("b", "worker-0")
 
