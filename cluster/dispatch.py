@@ -69,11 +69,10 @@ class Dispatcher:
         events: Events,
         *,
         stall_s: float,
-        max_workers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool, self._ledger, self._host, self._events = pool, ledger, host, events
-        self._stall_s, self._max_workers, self._clock = stall_s, max_workers, clock
+        self._stall_s, self._clock = stall_s, clock
         self._roster = Roster()
         self._hungry: dict[str, None] = {}  # workers with room, in the order in which they said so
         self._wanted = 0
@@ -228,7 +227,7 @@ class Dispatcher:
     def _tick(self, now: float) -> None:
         if now - self._sized >= SIZE_S:
             self._sized = now
-            self._wanted = self._max_workers or max(self._pool.wanted(), 1)
+            self._wanted = self._pool.wanted()
             self._fill()
         for worker, member in list(self._roster.members.items()):
             if not member.dying:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from cluster.schema import Map, carried_schema
 from cluster.session import Interrupted, StopSignals, ray_map, worker_environment
 from cluster.shards import InputSource
 from cluster.sink import DATA
-from cluster.storage import Store
+from cluster.storage import StorageError, Store
 from cluster.summary import SHARDS, Tally, summary_table
 
 SMALL_INPUT_ROWS = 2_000
@@ -75,9 +76,10 @@ class Job:
             self._decode(config, schema, left, host)
         except (UserError, Interrupted) as error:
             self._count_unretried(left)
-            if admission.identity:
+            if admission.identity and not self._lease.lost:
                 state = "interrupted" if isinstance(error, Interrupted) else "stopped"
-                summary.write(state, error.exit_code, self._missing())
+                with suppress(StorageError):  # what ended the job matters more, and may be the disk
+                    summary.write(state, error.exit_code, self._missing())
             if isinstance(error, UserError) and error.exit_code == EXIT_MISSING and self._missing():
                 raise UserError(f"{error} Missing shards: {self._missing()}.", EXIT_MISSING) from None
             raise
@@ -214,6 +216,10 @@ def limited(rows: int | None, limit: int | None) -> int | None:
 def choose_device(config: JobConfig) -> Literal["cpu", "cuda"]:
     """The GPUs if the cluster has any, unless the user has said so."""
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    if config.gpus_per_worker == 0:
+        if config.device == "cuda":
+            raise UserError("--device cuda needs GPUs, but --gpus-per-worker is 0.")
+        return "cpu"
     if config.device == "cuda" and not has_gpus and config.ray_address is None:
         raise UserError("--device cuda was given, but Ray finds no GPU on this machine.")
     if config.device != "auto":

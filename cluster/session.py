@@ -53,7 +53,7 @@ def ray_session(address: str | None, workers: int | None) -> Iterator[None]:
         options |= {"address": address, "logging_level": logging.WARNING}
     try:
         ray.init(**options)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         raise UserError(f"the Ray cluster at {address} cannot be reached: {error}", 1) from None
     try:
         yield
@@ -149,7 +149,8 @@ class OutputKeeper:
 
     def release(self) -> None:
         if self._actor is not None:
-            ray.kill(self._actor)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(self._actor)
 
 
 class _Keeper:
@@ -183,3 +184,5 @@ def _result(ref: Any) -> Any:
         if isinstance(error.cause, UserError | ConfigError | ModelError):
             raise UserError(str(error.cause), getattr(error.cause, "exit_code", 2)) from None
         raise
+    except ray.exceptions.RayError as error:
+        raise UserError(f"a helper task could not be run: {str(error).splitlines()[0]}", 1) from None

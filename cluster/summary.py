@@ -70,8 +70,12 @@ class Tally:
         return index in self._lines
 
     def to_dict(self, seconds: float) -> dict[str, Any]:
-        """The counted part of ``summary.json``; ``seconds``: how long this session has run."""
+        """The counted part of ``summary.json``; ``seconds``: how long this session has run.
+
+        The decode speed is that of all workers together while they have rows: no start, no idle time.
+        """
         busy = sum(worker.state.busy_s for worker in self._workers.values())
+        places = len({name.partition(".")[0] for name in self._workers})
         stats = self.stats
         return {
             "rows": {
@@ -82,7 +86,7 @@ class Tally:
             },
             "output_tokens": stats.output_tokens,
             "tokens_per_second": {
-                "decode": _ratio(self.session_tokens, busy),
+                "decode": _ratio(self.session_tokens * places, busy),
                 "end_to_end": _ratio(self.session_tokens, seconds),
             },
             "session": {"rows": self.session_rows, "output_tokens": self.session_tokens, "seconds": round(seconds, 3)},

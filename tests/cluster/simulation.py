@@ -37,7 +37,9 @@ class SimWorker:
 
 
 class SimPool:
-    """Workers that take ``ROW_S`` a row. ``deadly`` rows end the process, ``sticky`` ones make it hang.
+    """Workers that take ``ROW_S`` a row.
+
+    ``deadly`` rows end the process, ``sticky`` ones make it hang, ``raising`` ones make the engine raise.
 
     ``barren``: slots whose workers die at their first row. Rows that are alone are decoded first, as by a real worker.
     """
@@ -47,12 +49,14 @@ class SimPool:
         self.size, self.rows_s = size, rows_s
         self.deadly: set[int] = set()
         self.sticky: set[int] = set()
+        self.raising: set[int] = set()
         self.barren: set[int] = set()
         self.failing = 0.0
         self.failure: Failure | None = None
         self.kind = "chip"
         self.workers: dict[str, SimWorker] = {}
         self.flights: dict[str, Flight] = {}
+        self.blamed: dict[RowKey, tuple[str, str]] = {}
         self.killed: list[str] = []
         self.released: list[str] = []
         self._heap: list[tuple[float, int, Event]] = []
@@ -89,17 +93,20 @@ class SimPool:
         start = max(me.free_at, self.now)
         rows = range(work.first_row, work.first_row + work.input_rows)
         blamed = {key.row_id for key in task.blamed}
+        self.blamed |= task.blamed
         order = [key.row_id for key in task.alone] + [row for row in rows if RowKey(row, 0) not in task.alone]
         slot = int(worker.partition("-")[2].partition(".")[0])
         time = start
         for row in order:
             if row in blamed:
                 continue
-            if row in self.deadly or row in self.sticky or slot in self.barren:
+            if row in self.deadly | self.sticky | self.raising or slot in self.barren:
                 together = [RowKey(row, 0)] if RowKey(row, 0) in task.alone else [RowKey(r, 0) for r in rows]
                 self.flights[worker] = Flight(together, me.done)
                 me.stuck = row in self.sticky
-                if not me.stuck:
+                if row in self.raising:
+                    self.at(time - self.now, Failed(worker, Failure("it raised")))
+                elif not me.stuck:
                     self.at(time - self.now, Died(worker, "killed", by_rows=True))
                 return
             time += self.rows_s(row)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.messages import Failure
+from cluster.messages import Failure, RowKey
 from tests.cluster.simulation import LOAD_S, ROW_S, SimHost, SimPool, simulate
 
 
@@ -25,6 +25,20 @@ def test_a_row_that_kills_costs_three_workers_and_only_itself() -> None:
     assert result["done"] == list(range(10))
     assert {record.index: record.failed for record in host.records if record.failed} == {2: {"x": 1}}
     assert sum("is gone" in line for line in host.said) == 3
+    assert pool.blamed == {
+        RowKey(57, 0): ("worker_died", "The worker process died twice with this row alone in the engine (killed).")
+    }
+
+
+def test_a_row_that_breaks_the_engine_is_told_apart() -> None:
+    pool, host = SimPool(), SimHost()
+    pool.raising = {57}
+    result = simulate(pool, host, [20] * 10)
+    assert result["done"] == list(range(10))
+    assert pool.blamed == {
+        RowKey(57, 0): ("engine_error", "The engine failed twice with this row alone in it (it raised).")
+    }
+    assert len(pool.killed) == 3
 
 
 def test_a_row_that_hangs_is_found_by_the_clock() -> None:

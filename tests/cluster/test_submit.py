@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+STARTING = ("Failed to connect", "Connection refused", "No available agent")
+"""What a head that is not quite up says."""
 
 
 @pytest.fixture
@@ -58,8 +61,9 @@ def submit(head: str, environment: dict[str, str], *arguments: str) -> subproces
     ]  # fmt: skip
     for _ in range(30):
         run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-        if "Failed to connect" not in run.stderr and "Connection refused" not in run.stderr:
+        if not any(sign in run.stderr for sign in STARTING):
             break
+        time.sleep(1)
     return run
 
 
