@@ -91,7 +91,7 @@ def test_the_summary_adds_up_and_keeps_sessions_apart() -> None:
     assert values["rows"]["failed_by_kind"] == {"too_long": 1}
     assert values["rows"]["by_finish_reason"] == {"stop": 29, "length": 0, "error": 1}
     assert values["output_tokens"] == 1000
-    assert values["tokens_per_second"] == {"decode": 100.0, "end_to_end": 60.0}
+    assert values["tokens_per_second"] == {"decode": 200.0, "end_to_end": 60.0}
     assert values["tokens_per_forward"] == 4.0
     assert values["acceptance_by_depth"] == [0.75, 0.375]
     assert values["fold_rate_by_layer"] == [0.7, 0.3]

@@ -12,6 +12,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
+from cluster.driver import DEFAULT_ENGINE
 from cluster.identity import resolve
 from cluster.inputs import open_input
 from cluster.lease import LEASE
@@ -22,7 +23,7 @@ from cluster.shards import RawShard
 from cluster.sink import read_record
 from cluster.storage import Store
 from cluster.worker import Worker
-from specfold import DecodeStats
+from specfold import DecodeStats, reference_models
 from tests.cluster.fake_engine import MODULE, NAN, RAISE
 from tests.cluster.jobs import JobFolder, expected
 
@@ -156,10 +157,22 @@ def test_an_output_that_the_worker_does_not_share_is_a_sentence(folder: JobFolde
 def test_a_model_that_cannot_be_read_is_a_sentence(folder: JobFolder) -> None:
     prompts = folder.write_prompts(1)
     Store(str(folder.output)).write(LEASE, orjson.dumps({"token": "token"}))
-    failure = start(folder, prompts, engine_factory="specfold.engine:Engine.from_pretrained")
+    failure = start(folder, prompts, engine_factory=DEFAULT_ENGINE)
     assert isinstance(failure, Failure)
     assert (failure.fatal, failure.exit_code) == (True, 2)
     assert str(folder.model) in failure.message
+
+
+def test_weights_that_are_cut_short_are_a_sentence(folder: JobFolder) -> None:
+    bundled = reference_models.path("fast_dllm_v2")
+    for file in bundled.iterdir():
+        data = file.read_bytes()
+        (folder.model / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    Store(str(folder.output)).write(LEASE, orjson.dumps({"token": "token"}))
+    failure = start(folder, folder.write_prompts(1), engine_factory=DEFAULT_ENGINE)
+    assert isinstance(failure, Failure)
+    assert (failure.fatal, failure.exit_code) == (True, 2)
+    assert "model.safetensors is damaged or cut short" in failure.message
 
 
 @pytest.mark.parametrize("gone", ["tests.cluster.fake_engine:nothing"])
