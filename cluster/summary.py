@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.table import Table
+from rich.table import Column, Table
 
 from cluster.messages import ShardRecord, WorkerState
 from cluster.storage import Store
@@ -160,7 +160,7 @@ def read_summary(store: Store) -> dict[str, Any]:
 
 def summary_table(values: dict[str, Any], parts: str) -> Table:
     """What is printed when a job ends."""
-    table = Table(title="Summary", title_justify="left", show_header=False)
+    table = Table("", Column(overflow="fold"), title="Summary", title_justify="left", show_header=False)
     rows, speed = values["rows"], values["tokens_per_second"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in rows["by_finish_reason"].items())
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in rows["failed_by_kind"].items())

@@ -102,6 +102,9 @@ def test_the_summary_adds_up_and_keeps_sessions_apart() -> None:
 
     shown = io.StringIO()
     Console(file=shown, width=120).print(summary_table(values, "/out/data"))
+    narrow = io.StringIO()
+    Console(file=narrow, width=50).print(summary_table(values, "/a/very/long/path" * 5 + "/data"))
+    assert "…" not in narrow.getvalue()
     for text in ("30 (29 stop, 0 length, 1 error)", "1 (1 too_long)", "75.0%, 37.5%", "50.0%", "/out/data", "4.00"):
         assert text in shown.getvalue()
 
