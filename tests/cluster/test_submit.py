@@ -31,10 +31,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def head(tmp_path: Path, environment: dict[str, str]) -> Iterator[str]:
     """A head node with a dashboard; the address to which jobs are submitted."""
-    port, dashboard = free_ports(2)
+    # Every port of its own: another Ray on this machine may have the usual ones.
+    port, dashboard, agent, agent_grpc, metrics, environments = free_ports(6)
     session = Path("/tmp") / f"ray-submit-{os.getpid()}"  # a socket's path may not be long
     command = [
         BIN / "ray", "start", "--head", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
+        f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}",
+        f"--metrics-export-port={metrics}", f"--runtime-env-agent-port={environments}",
         "--num-gpus=0", f"--temp-dir={session}", "--disable-usage-stats", "--block",
     ]  # fmt: skip
     log = (tmp_path / "head.log").open("w")
