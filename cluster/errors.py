@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The message is one sentence; the command ends with ``exit_code`` and no traceback."""
+    """A mistake the user can mend: one sentence, an exit code, no traceback."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)

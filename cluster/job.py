@@ -167,7 +167,9 @@ class Job:
         self._store.write(SHARDS, self._tally.shards_file())
         values = summary.write("done", code)
         self._view.close()
-        self._console.print(summary_table(values, self._store.path(DATA)))
+        self._console.print(summary_table(values))
+        # On a line of its own, however long: people copy it.
+        self._console.print(f"Parquet: {self._store.path(DATA)}", markup=False, highlight=False, soft_wrap=True)
         if failed:
             self._view.say(
                 f"{self._tally.num_failed:,} of {self._tally.rows:,} rows have failed, more than --max-failed "

@@ -158,7 +158,7 @@ def read_summary(store: Store) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def summary_table(values: dict[str, Any], parts: str) -> Table:
+def summary_table(values: dict[str, Any]) -> Table:
     """What is printed when a job ends."""
     table = Table("", Column(overflow="fold"), title="Summary", title_justify="left", show_header=False)
     rows, speed = values["rows"], values["tokens_per_second"]
@@ -174,7 +174,6 @@ def summary_table(values: dict[str, Any], parts: str) -> Table:
         ("acceptance by depth", depth or "no drafts"),
         ("fold rate", _percent(values["fold_rate"]) if values["fold_rate"] is not None else "nothing to fold"),
         ("workers", f"{len(values['workers'])}"),
-        ("Parquet", parts),
     ]
     for name, text in lines:
         table.add_row(name, text, end_section=name in ("failed", "fold rate"))

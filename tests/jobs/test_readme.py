@@ -1,0 +1,31 @@
+"""The README names every flag with its default, and nothing that does not exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from cluster.config import JobConfig
+from jobs.cli import _is_hidden
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+
+
+def test_every_flag_is_in_the_table() -> None:
+    rows = dict(re.findall(r"^\| `--([a-z-]+)` \| (.*?) \|", README, flags=re.MULTILINE))
+    flags = {f.name.replace("_", "-"): f.default for f in fields(JobConfig) if not _is_hidden(f.name)}
+    assert set(rows) == set(flags) | {"config"}
+    for name, default in flags.items():
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            assert float(rows[name]) == default, name
+
+
+def test_the_two_commands_open_the_readme() -> None:
+    head = README[:600]
+    assert head.index("make demo") < head.index("make test")
+
+
+def test_no_flag_is_mentioned_that_does_not_exist() -> None:
+    flags = {f"--{f.name.replace('_', '-')}" for f in fields(JobConfig)} | {"--config", "--working-dir"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= flags
