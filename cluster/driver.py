@@ -18,13 +18,14 @@ from cluster.identity import resolve
 from cluster.inputs import open_input
 from cluster.job import Job, choose_device, helpers, limited
 from cluster.lease import Lease, is_held
-from cluster.models import resolve_model
+from cluster.models import ModelRef, resolve_model
 from cluster.progress import open_view
 from cluster.rundir import RunDir
 from cluster.schema import carried_schema
 from cluster.session import Interrupted, OutputKeeper, StopSignals, ray_session
 from cluster.storage import Store
 from specfold import ConfigError, ModelError
+from specfold.checkpoint import check_settings
 
 DEFAULT_ENGINE = "specfold.engine:Engine.from_pretrained"
 
@@ -46,7 +47,7 @@ def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
     user can mend; its ``exit_code`` is the command's.
     """
     source = open_input(config)
-    model = resolve_model(config.model, config.revision)
+    model = _resolve(config)
     store = Store(config.output)
     RunDir(store).read()  # a foreign folder is refused before Ray takes its seconds to start
     console = Console()
@@ -78,7 +79,7 @@ def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
 def check_job(config: JobConfig) -> int:
     """Check every input row and print what is wrong; decodes nothing and writes nothing. Returns the exit code."""
     source = open_input(config)
-    model = resolve_model(config.model, config.revision)
+    model = _resolve(config)
     console = Console()
     with ray_session(config.ray_address, config.workers):
         rows = limited(source.count(), config.limit)
@@ -91,6 +92,14 @@ def check_job(config: JobConfig) -> int:
     if found.num_failed == found.rows:
         raise UserError(f"no row can be decoded: {found.first_problem()}")
     return 0
+
+
+def _resolve(config: JobConfig) -> ModelRef:
+    """The model; settings that it cannot decode with are refused before Ray takes its seconds to start."""
+    model = resolve_model(config.model, config.revision)
+    if model.path is not None:
+        check_settings(model.path, config.decode)
+    return model
 
 
 def _plan(found: RowCheck, config: JobConfig) -> str:

@@ -80,12 +80,7 @@ def read_model_info(
     config nor to the tokenizer nor to the caller.
     """
     folder = Path(folder)
-    config = _read_json(folder / "config.json")
-    family = family_of(config)
-    try:
-        spec = family.parse_config(config)
-    except (TypeError, ZeroDivisionError, AttributeError) as e:
-        raise ModelError(f"{folder / 'config.json'} has an entry of the wrong type: {e}.") from e
+    config, family, spec = _read_config(folder)
     if mask_token_id is None:
         tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
         mask_token_id = family.mask_token_id(config, tokenizer)
@@ -101,6 +96,13 @@ def read_model_info(
     if mask_token_id in stop_token_ids:
         raise ModelError(f"token {mask_token_id} cannot be both the mask and a stop token.")
     return ModelInfo(family, spec, mask_token_id, tuple(stop_token_ids))
+
+
+def check_settings(folder: str | Path, config: DecodeConfig) -> None:
+    """Raises ModelError or ConfigError if the model cannot decode so; reads config.json alone, so it is fast."""
+    _, family, spec = _read_config(Path(folder))
+    family.rules(spec, config)
+    graph_for(config)
 
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
@@ -234,6 +236,15 @@ def _check_tensors(
             raise ModelError(
                 f"Tensor {name} is of type {part.get_dtype()}; float32, bfloat16 and float16 are supported."
             )
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], Family, ModelSpec]:
+    config = _read_json(folder / "config.json")
+    family = family_of(config)
+    try:
+        return config, family, family.parse_config(config)
+    except (TypeError, ZeroDivisionError, AttributeError) as e:
+        raise ModelError(f"{folder / 'config.json'} has an entry of the wrong type: {e}.") from e
 
 
 def _read_json(path: Path) -> dict[str, Any]:

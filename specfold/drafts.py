@@ -101,9 +101,10 @@ def load_graph(source: str | Path, num_drafts: int | None = None) -> DraftGraph:
     Raises ConfigError with one sentence for what is not a sound graph or has fewer nodes than ``num_drafts``.
     """
     text = str(source)
-    name = "The draft graph" if text.lstrip().startswith("{") else f"The draft graph {source}"
+    is_json = "\n" in text or text.lstrip().startswith("{")
+    name = "The draft graph" if is_json else f"The draft graph {source}"
     try:
-        value = json.loads(text if name == "The draft graph" else Path(source).read_text())
+        value = json.loads(text if is_json else Path(source).read_text())
     except (OSError, ValueError) as e:
         raise ConfigError(f"{name} cannot be read: {str(e).splitlines()[0]}.") from e
     if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -111,7 +112,7 @@ def load_graph(source: str | Path, num_drafts: int | None = None) -> DraftGraph:
     try:
         formulas = tuple(frozenset((int(i), int(j)) for i, j in node["formula"]) for node in value["nodes"])
         parents = tuple(tuple(int(p) for p in node.get("parents", ())) for node in value["nodes"])
-        graph = DraftGraph(formulas, parents, str(value.get("origin", source)))
+        graph = DraftGraph(formulas, parents, str(value.get("origin", "" if is_json else source)))
     except (KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"{name} is not sound: {e}") from e
     if num_drafts is not None and len(graph) < num_drafts:

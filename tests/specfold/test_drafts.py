@@ -66,6 +66,11 @@ def test_an_unsound_file_gets_one_sentence(tmp_path: Path, nodes: Any, sentence:
         load_graph(path)
 
 
+def test_text_that_is_no_graph_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match=r"^The draft graph cannot be read: Expecting value[^\n]*$"):
+        load_graph("# A page\n" * 1000)
+
+
 def test_a_file_that_is_no_graph(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     with pytest.raises(ConfigError, match="cannot be read"):
