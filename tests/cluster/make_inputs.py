@@ -10,9 +10,9 @@ import pyarrow as pa
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.config import JobConfig
-from cluster.inputs import open_input
-from cluster.rows import PreparedRow, RowPreparer
-from cluster.schema import carried_schema
+from cluster.input.rows import PreparedRow, RowPreparer
+from cluster.input.schema import carried_schema
+from cluster.input.source import open_input
 
 PAD, START, STOP, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "|<MASK>|"
 PAD_ID, START_ID, STOP_ID, MASK_ID = 256, 257, 258, 259

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.dispatch import Dispatcher
+from cluster.driver.dispatch import Dispatcher
+from cluster.driver.events import Died, Done, Event, Examined, Failed, Progress, Ready, Room
+from cluster.driver.ledger import Ledger, ListFeed, Work
+from cluster.driver.roster import Live
 from cluster.errors import UserError
-from cluster.events import Died, Done, Event, Examined, Failed, Progress, Ready, Room
-from cluster.ledger import Ledger, ListFeed, Work
 from cluster.messages import Failure, Flight, Receipt, RowKey, ShardRecord, ShardTask, WorkerInfo, WorkerState
-from cluster.roster import Live
 from specfold import DecodeStats
 
 ROW_S = 0.01

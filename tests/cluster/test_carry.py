@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster.config import JobConfig
-from cluster.inputs import open_input
-from cluster.rows import RowPreparer
-from cluster.schema import carried_schema
+from cluster.input.rows import RowPreparer
+from cluster.input.schema import carried_schema
+from cluster.input.source import open_input
 from tests.cluster.make_inputs import make_model, write_lines
 
 

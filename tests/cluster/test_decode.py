@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.decode import DecodeLoop, OpenShard
 from cluster.messages import RowKey
-from cluster.recorder import FlightRecorder, recorder_path, take_flight
+from cluster.worker.decode import DecodeLoop, OpenShard
+from cluster.worker.recorder import FlightRecorder, recorder_path, take_flight
 from specfold import Completion, DecodeConfig, Request
 from tests.cluster.fake_engine import RAISE, FakeEngine, decode
 

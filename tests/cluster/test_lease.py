@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from cluster.errors import UserError
-from cluster.lease import LEASE, Lease, holds, is_held
-from cluster.storage import Store
+from cluster.output.lease import LEASE, Lease, holds, is_held
+from cluster.output.storage import Store
 
 
 def lease(store: Store, token: str, **times: Any) -> Lease:
@@ -39,7 +39,7 @@ def test_a_held_lease_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_lease_of_a_dead_process_is_taken_at_once(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     code = (
-        "import os, sys; from cluster.storage import Store; from cluster.lease import Lease;"
+        "import os, sys; from cluster.output.storage import Store; from cluster.output.lease import Lease;"
         "Lease(Store(sys.argv[1]), 'dead').acquire(); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=Path(__file__).parents[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.ledger import Ledger, ListFeed, Work
+from cluster.driver.ledger import Ledger, ListFeed, Work
 from cluster.messages import RowKey
 
 

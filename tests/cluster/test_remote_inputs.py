@@ -15,7 +15,7 @@ import pytest
 
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from cluster.inputs import open_input
+from cluster.input.source import open_input
 from tests.cluster.make_inputs import as_text, make_model, prepare_all, user_turn
 
 s3fs = pytest.importorskip("s3fs")

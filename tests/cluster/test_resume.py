@@ -12,15 +12,15 @@ import pyarrow as pa
 import pytest
 
 from cluster.errors import UserError
-from cluster.identity import resolve, run_identity
-from cluster.inputs import open_input
+from cluster.input.shards import RawShard
+from cluster.input.source import open_input
 from cluster.messages import RowKey, ShardRecord
 from cluster.models import resolve_model
-from cluster.resume import Survey, restore_stats, survey
-from cluster.rundir import RunDir, RunFile, describe_run
-from cluster.shards import RawShard
-from cluster.sink import build_rows, count_rows, part_name, publish
-from cluster.storage import Store
+from cluster.output.identity import resolve, run_identity
+from cluster.output.resume import Survey, restore_stats, survey
+from cluster.output.rundir import RunDir, RunFile, describe_run
+from cluster.output.sink import build_rows, count_rows, part_name, publish
+from cluster.output.storage import Store
 from specfold import Completion, DecodeStats
 from tests.cluster.jobs import JobFolder
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster.config import JobConfig
-from cluster.rows import INPUT_ERROR_KINDS, RowPreparer
+from cluster.input.rows import INPUT_ERROR_KINDS, RowPreparer
 from specfold import ConfigError, ModelError
 from tests.cluster.make_inputs import (
     CONTEXT,

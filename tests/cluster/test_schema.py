@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.coltypes import Facts
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from cluster.inputs import open_input
-from cluster.schema import OUTPUT_COLUMNS, carried_schema, schema_from_json, schema_to_json
-from cluster.unify import is_json
+from cluster.input.coltypes import Facts
+from cluster.input.schema import OUTPUT_COLUMNS, carried_schema, schema_from_json, schema_to_json
+from cluster.input.source import open_input
+from cluster.input.unify import is_json
 from tests.cluster.make_inputs import make_model, prepare_all, write_lines
 
 

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import JobConfig
-from cluster.files import find_files
-from cluster.inputs import open_input
-from cluster.parse import parse_shard
-from cluster.records import csv_records, line_records
-from cluster.shards import RawShard
+from cluster.input.files import find_files
+from cluster.input.parse import parse_shard
+from cluster.input.records import csv_records, line_records
+from cluster.input.shards import RawShard
+from cluster.input.source import open_input
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 FILES = st.lists(st.lists(TEXT, max_size=9), min_size=1, max_size=4).filter(lambda files: any(files))

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.input.schema import OUTPUT_COLUMNS
 from cluster.messages import RowKey, ShardRecord
-from cluster.schema import OUTPUT_COLUMNS
-from cluster.shardwork import sum_stats
-from cluster.sink import (
+from cluster.output.sink import (
     ForeignPartError,
     PartError,
     build_rows,
@@ -28,7 +27,8 @@ from cluster.sink import (
     read_record,
     read_rows,
 )
-from cluster.storage import Store
+from cluster.output.storage import Store
+from cluster.worker.shardwork import sum_stats
 from specfold import Completion, DecodeStats
 
 CARRIED = pa.schema([pa.field("id", pa.string()), pa.field("n", pa.int64())])

@@ -13,7 +13,7 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
-from cluster.storage import StorageError, Store
+from cluster.output.storage import StorageError, Store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,7 +100,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write("part", b"old")
     code = (
-        "import resource, sys; from cluster.storage import Store;"
+        "import resource, sys; from cluster.output.storage import Store;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
         "Store(sys.argv[1]).write('part', b'x' * 5000)"
     )

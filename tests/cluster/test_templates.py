@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from cluster.problems import RowProblem
-from cluster.prompts import PromptReader
-from cluster.templates import PromptEncoder, PromptTemplate
+from cluster.input.problems import RowProblem
+from cluster.input.prompts import PromptReader
+from cluster.input.templates import PromptEncoder, PromptTemplate
 from specfold import reference_models
 from specfold.checkpoint import load_tokenizer, read_model_info
 from tests.cluster.make_inputs import (

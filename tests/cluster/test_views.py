@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.check import RowCheck, check_rows, rows_to_check
-from cluster.inputs import open_input
-from cluster.job import ranges, worker_count
+from cluster.driver.check import RowCheck, check_rows, rows_to_check
+from cluster.driver.job import ranges, worker_count
+from cluster.driver.progress import BarView, LineView, Pace, Snapshot, describe, open_view
+from cluster.input.schema import carried_schema
+from cluster.input.source import open_input
 from cluster.messages import ShardRecord, WorkerState
 from cluster.models import resolve_model
-from cluster.progress import BarView, LineView, Pace, Snapshot, describe, open_view
-from cluster.schema import carried_schema
-from cluster.summary import Tally, summary_table
+from cluster.output.summary import Tally, summary_table
 from specfold import DecodeStats
 from tests.cluster.jobs import JobFolder
 

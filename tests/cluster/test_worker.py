@@ -13,16 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from cluster.driver import DEFAULT_ENGINE
-from cluster.identity import resolve
-from cluster.inputs import open_input
-from cluster.lease import LEASE
+from cluster.input.schema import carried_schema
+from cluster.input.shards import RawShard
+from cluster.input.source import open_input
 from cluster.messages import Failure, Receipt, RowKey, ShardTask, WorkerInfo, WorkerPlan
 from cluster.models import resolve_model
-from cluster.schema import carried_schema
-from cluster.shards import RawShard
-from cluster.sink import read_record
-from cluster.storage import Store
-from cluster.worker import Worker
+from cluster.output.identity import resolve
+from cluster.output.lease import LEASE
+from cluster.output.sink import read_record
+from cluster.output.storage import Store
+from cluster.worker.worker import Worker
 from specfold import DecodeStats, reference_models
 from tests.cluster.fake_engine import MODULE, NAN, RAISE
 from tests.cluster.jobs import JobFolder, expected

@@ -10,28 +10,28 @@ from typing import Any, Literal
 import ray
 from rich.console import Console
 
-from cluster.check import check_rows, rows_to_check
 from cluster.config import JobConfig, default_shard_rows
-from cluster.dispatch import Dispatcher
+from cluster.driver.check import check_rows, rows_to_check
+from cluster.driver.dispatch import Dispatcher
+from cluster.driver.events import Event, Wake
+from cluster.driver.feed import InputFeed
+from cluster.driver.host import Admission, JobHost, SummaryFile
+from cluster.driver.ledger import Ledger
+from cluster.driver.pool import RayPool
+from cluster.driver.progress import View
+from cluster.driver.session import Interrupted, StopSignals, ray_map, worker_environment
 from cluster.errors import UserError
-from cluster.events import Event, Wake
-from cluster.feed import InputFeed
-from cluster.host import Admission, JobHost, SummaryFile
-from cluster.identity import resolve, run_identity
-from cluster.lease import Lease
-from cluster.ledger import Ledger
+from cluster.input.schema import Map, carried_schema
+from cluster.input.shards import InputSource
 from cluster.messages import WorkerPlan
 from cluster.models import ModelRef
-from cluster.pool import RayPool
-from cluster.progress import View
-from cluster.resume import Survey, restore_stats, survey
-from cluster.rundir import RunDir, RunFile, describe_run
-from cluster.schema import Map, carried_schema
-from cluster.session import Interrupted, StopSignals, ray_map, worker_environment
-from cluster.shards import InputSource
-from cluster.sink import DATA
-from cluster.storage import StorageError, Store
-from cluster.summary import SHARDS, Tally, summary_table
+from cluster.output.identity import resolve, run_identity
+from cluster.output.lease import Lease
+from cluster.output.resume import Survey, restore_stats, survey
+from cluster.output.rundir import RunDir, RunFile, describe_run
+from cluster.output.sink import DATA
+from cluster.output.storage import StorageError, Store
+from cluster.output.summary import SHARDS, Tally, summary_table
 
 SMALL_INPUT_ROWS = 2_000
 EXIT_MISSING, EXIT_CONFIG, EXIT_FAILED = 1, 2, 3

@@ -8,9 +8,9 @@ from typing import Any
 
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from cluster.parse import Row, what
-from cluster.problems import RowProblem
-from cluster.templates import ChatTemplate, PromptEncoder, PromptTemplate, chat_template_of
+from cluster.input.parse import Row, what
+from cluster.input.problems import RowProblem
+from cluster.input.templates import ChatTemplate, PromptEncoder, PromptTemplate, chat_template_of
 
 
 class PromptReader:

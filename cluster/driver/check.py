@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from cluster.config import JobConfig
+from cluster.input.rows import RowPreparer
+from cluster.input.schema import Map
+from cluster.input.shards import InputSource, RawShard
 from cluster.models import ModelRef, local_folder
-from cluster.rows import RowPreparer
-from cluster.schema import Map
-from cluster.shards import InputSource, RawShard
 
 CHECK_ALL_ROWS = 100_000
 CHECK_FIRST_ROWS = 10_000

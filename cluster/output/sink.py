@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cluster.messages import RowKey, ShardRecord
-from cluster.storage import Store
+from cluster.output.storage import Store
 from specfold.request import ERROR, Completion
 
 DATA, STATS = "data", "stats"

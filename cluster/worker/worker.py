@@ -15,17 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.config import JobConfig
-from cluster.decode import DecodeLoop, OpenShard
 from cluster.errors import UserError
-from cluster.identity import device_kind, token_versions
-from cluster.lease import birth, holds
+from cluster.input.rows import RowPreparer
+from cluster.input.shards import RawShard
 from cluster.messages import Failure, Receipt, ShardTask, WorkerInfo, WorkerPlan, WorkerState
 from cluster.models import local_folder
-from cluster.recorder import FlightRecorder, recorder_path
-from cluster.rows import RowPreparer
-from cluster.shards import RawShard
-from cluster.shardwork import ShardWork
-from cluster.storage import Store
+from cluster.output.identity import device_kind, token_versions
+from cluster.output.lease import birth, holds
+from cluster.output.storage import Store
+from cluster.worker.decode import DecodeLoop, OpenShard
+from cluster.worker.recorder import FlightRecorder, recorder_path
+from cluster.worker.shardwork import ShardWork
 from specfold import ConfigError, DecodeConfig, ModelError
 
 MAX_OPEN_SHARDS = 4

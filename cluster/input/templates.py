@@ -16,7 +16,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import UserError
-from cluster.problems import RowProblem
+from cluster.input.problems import RowProblem
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Private characters around the number of a piece of special text while it passes through templates."""

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from cluster.coltypes import Facts
-from cluster.parse import ParsedShard, Row, what
-from cluster.problems import RowProblem
-from cluster.unify import is_json, json_text
+from cluster.input.coltypes import Facts
+from cluster.input.parse import ParsedShard, Row, what
+from cluster.input.problems import RowProblem
+from cluster.input.unify import is_json, json_text
 
 Problems = dict[int, RowProblem]
 

@@ -15,9 +15,9 @@ import orjson
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
-from cluster.problems import RowProblem
-from cluster.records import CsvPart, ends_in_quotes, header_names
-from cluster.shards import RawShard, read_stream
+from cluster.input.problems import RowProblem
+from cluster.input.records import CsvPart, ends_in_quotes, header_names
+from cluster.input.shards import RawShard, read_stream
 
 Row = dict[str, Any]
 _LONG_INTEGER = re.compile(rb"\d{19}")

@@ -13,9 +13,9 @@ from fsspec.core import url_to_fs
 
 from cluster.config import without_secrets
 from cluster.errors import UserError
-from cluster.files import InputFile, explained
-from cluster.shards import InputSource, RawShard, cut_tables
-from cluster.unify import conform, unify_schemas
+from cluster.input.files import InputFile, explained
+from cluster.input.shards import InputSource, RawShard, cut_tables
+from cluster.input.unify import conform, unify_schemas
 
 _BATCH_ROWS = 1024
 _FOOTERS_AT_ONCE = 16

@@ -68,7 +68,7 @@ def worker_environment() -> dict[str, Any]:
     that is enough: a process with an environment of its own starts a second later. Threads need no setting: Ray gives
     a process of one CPU one OpenMP thread.
     """
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     known = {Path.cwd(), Path(sys.argv[0]).resolve().parent}
     if root in known or "site-packages" in root.parts or ray.get_runtime_context().runtime_env.get("working_dir"):
         return {}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from cluster.decode import OpenShard
+from cluster.input.rows import INPUT_ERROR_KINDS, PreparedRow
+from cluster.input.shards import RawShard
 from cluster.messages import RowKey, ShardRecord, ShardTask
-from cluster.rows import INPUT_ERROR_KINDS, PreparedRow
-from cluster.shards import RawShard
-from cluster.sink import PartError, build_rows, count_rows, merge_rows, publish, read_record, read_rows
-from cluster.storage import Store
+from cluster.output.sink import PartError, build_rows, count_rows, merge_rows, publish, read_record, read_rows
+from cluster.output.storage import Store
+from cluster.worker.decode import OpenShard
 from specfold.request import ERROR, Completion, Request
 from specfold.stats import DecodeStats
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.parse import Row, what
-from cluster.problems import RowProblem
+from cluster.input.parse import Row, what
+from cluster.input.problems import RowProblem
 from specfold.config import ConfigError, DecodeConfig
 
 _PROMPTS = ("messages", "prompt")

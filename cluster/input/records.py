@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.errors import UserError
-from cluster.files import MAX_RECORD_BYTES, InputFile
+from cluster.input.files import MAX_RECORD_BYTES, InputFile
 
 _BUNCH_BYTES = 1 << 20
 _MAX_CSV_BYTES = 1 << 20

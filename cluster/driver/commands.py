@@ -10,20 +10,20 @@ from queue import SimpleQueue
 
 from rich.console import Console
 
-from cluster.check import RowCheck, check_rows
 from cluster.config import JobConfig, default_shard_rows
+from cluster.driver.check import RowCheck, check_rows
+from cluster.driver.events import Event, Wake
+from cluster.driver.job import Job, choose_device, helpers, limited
+from cluster.driver.progress import open_view
+from cluster.driver.session import Interrupted, OutputKeeper, StopSignals, ray_session
 from cluster.errors import UserError
-from cluster.events import Event, Wake
-from cluster.identity import resolve
-from cluster.inputs import open_input
-from cluster.job import Job, choose_device, helpers, limited
-from cluster.lease import Lease, is_held
+from cluster.input.schema import carried_schema
+from cluster.input.source import open_input
 from cluster.models import ModelRef, resolve_model
-from cluster.progress import open_view
-from cluster.rundir import RunDir
-from cluster.schema import carried_schema
-from cluster.session import Interrupted, OutputKeeper, StopSignals, ray_session
-from cluster.storage import Store
+from cluster.output.identity import resolve
+from cluster.output.lease import Lease, is_held
+from cluster.output.rundir import RunDir
+from cluster.output.storage import Store
 from specfold import ConfigError, ModelError
 from specfold.checkpoint import check_settings
 

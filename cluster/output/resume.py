@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from cluster.errors import UserError
+from cluster.input.rows import INPUT_ERROR_KINDS
+from cluster.input.shards import RawShard
 from cluster.messages import ShardRecord
-from cluster.rows import INPUT_ERROR_KINDS
-from cluster.rundir import RunDir
-from cluster.shards import RawShard
-from cluster.sink import STATS, ForeignPartError, PartError, part_name, read_record, stats_name
-from cluster.storage import Store
+from cluster.output.rundir import RunDir
+from cluster.output.sink import STATS, ForeignPartError, PartError, part_name, read_record, stats_name
+from cluster.output.storage import Store
 
 _READERS = 16
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.identity import DEVICE, differences, other_versions, token_versions
+from cluster.driver.progress import Snapshot, View
+from cluster.driver.roster import Live
 from cluster.messages import ShardRecord, WorkerInfo, WorkerState
-from cluster.progress import Snapshot, View
-from cluster.roster import Live
-from cluster.rundir import RunDir, RunFile
-from cluster.storage import Store
-from cluster.summary import Tally, read_summary, write_summary
+from cluster.output.identity import DEVICE, differences, other_versions, token_versions
+from cluster.output.rundir import RunDir, RunFile
+from cluster.output.storage import Store
+from cluster.output.summary import Tally, read_summary, write_summary
 
 SUMMARY_S, SHOW_S = 10.0, 0.5
 _MAX_SESSIONS = 100

@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.types as pt
 
-from cluster.coltypes import Facts, merge_columns
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from cluster.parse import parse_shard
-from cluster.shards import InputSource, RawShard
-from cluster.unify import is_json, json_field
+from cluster.input.coltypes import Facts, merge_columns
+from cluster.input.parse import parse_shard
+from cluster.input.shards import InputSource, RawShard
+from cluster.input.unify import is_json, json_field
 
 OUTPUT_COLUMNS = (
     "row_id", "sample_id", "output_text", "output_token_ids", "finish_reason", "error", "error_kind", "flags",

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 
 import pyarrow as pa
 
-from cluster.carry import carried_table, unknown_columns
 from cluster.config import JobConfig
-from cluster.options import RowOptions, is_batch_line, read_body
-from cluster.parse import Row, parse_shard
-from cluster.problems import INPUT_ERROR_KINDS, RowProblem
-from cluster.prompts import PromptReader
-from cluster.schema import PROMPT_COLUMNS, prompt_columns
-from cluster.shards import RawShard
+from cluster.input.carry import carried_table, unknown_columns
+from cluster.input.options import RowOptions, is_batch_line, read_body
+from cluster.input.parse import Row, parse_shard
+from cluster.input.problems import INPUT_ERROR_KINDS, RowProblem
+from cluster.input.prompts import PromptReader
+from cluster.input.schema import PROMPT_COLUMNS, prompt_columns
+from cluster.input.shards import RawShard
 from specfold.checkpoint import load_tokenizer, read_model_info
 
 __all__ = ["INPUT_ERROR_KINDS", "PreparedRow", "RowPreparer"]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from rich.table import Column, Table
 
 from cluster.messages import ShardRecord, WorkerState
-from cluster.storage import Store
+from cluster.output.storage import Store
 from specfold.request import ERROR
 from specfold.stats import DecodeStats
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.ledger import Work
+from cluster.driver.ledger import Work
 from cluster.messages import Failure, Flight, Receipt, ShardTask, WorkerInfo, WorkerState
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from cluster.errors import UserError
-from cluster.storage import StorageError, Store
+from cluster.output.storage import StorageError, Store
 
 LEASE = ".lease"
 RENEW_S, STALE_S, SETTLE_S = 10.0, 60.0, 1.0

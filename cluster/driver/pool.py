@@ -17,13 +17,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.events import Died, Done, Event, Examined, Failed, Post, Progress, Ready, Room
-from cluster.lease import birth
-from cluster.ledger import Work
+from cluster.driver.events import Died, Done, Event, Examined, Failed, Post, Progress, Ready, Room
+from cluster.driver.ledger import Work
 from cluster.messages import Failure, Receipt, ShardTask, WorkerInfo, WorkerPlan, WorkerState
-from cluster.metrics import WorkerMetrics
-from cluster.recorder import recorder_path, take_flight
-from cluster.worker import Worker
+from cluster.output.lease import birth
+from cluster.worker.metrics import WorkerMetrics
+from cluster.worker.recorder import recorder_path, take_flight
+from cluster.worker.worker import Worker
 
 _RETRY_S = 1.0
 _METRICS_S = 1.0

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 
-from cluster.records import CsvPart
+from cluster.input.records import CsvPart
 
 Kind = Literal["jsonl", "csv", "text", "arrow"]
 T = TypeVar("T")
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RawShard:
-    """Consecutive input rows as they stand in the input; only ``cluster.parse`` looks inside ``payload``.
+    """Consecutive input rows as they stand in the input; only ``cluster.input.parse`` looks inside ``payload``.
 
     ``first_row`` numbers rows over the whole input. ``digest`` is the hash of the rows' content, the same in every run.
     ``payload``: lines joined by line feeds (``jsonl``, ``text``), an Arrow stream (``arrow``), or ``CsvPart``s.

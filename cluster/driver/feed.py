@@ -6,9 +6,9 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-from cluster.ledger import Work
-from cluster.resume import Survey
-from cluster.shards import RawShard
+from cluster.driver.ledger import Work
+from cluster.input.shards import RawShard
+from cluster.output.resume import Survey
 
 READ_AHEAD = 8
 

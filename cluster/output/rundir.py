@@ -11,12 +11,12 @@ import pyarrow as pa
 
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from cluster.identity import DEVICE, differences, identity_hash, other_versions
-from cluster.lease import LEASE
-from cluster.schema import schema_from_json, schema_to_json
-from cluster.sink import DATA, STATS, part_index
-from cluster.storage import Store
-from cluster.summary import SHARDS, SUMMARY
+from cluster.input.schema import schema_from_json, schema_to_json
+from cluster.output.identity import DEVICE, differences, identity_hash, other_versions
+from cluster.output.lease import LEASE
+from cluster.output.sink import DATA, STATS, part_index
+from cluster.output.storage import Store
+from cluster.output.summary import SHARDS, SUMMARY
 
 RUN = "run.json"
 QUARANTINE = "quarantine"

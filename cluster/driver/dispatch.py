@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from cluster.driver.events import Died, Done, Event, Examined, Failed, Pool, Progress, Ready, Room, Wake
+from cluster.driver.ledger import Ledger
+from cluster.driver.roster import MAX_BARREN, Live, Member, Roster
 from cluster.errors import UserError
-from cluster.events import Died, Done, Event, Examined, Failed, Pool, Progress, Ready, Room, Wake
-from cluster.ledger import Ledger
 from cluster.messages import Failure, Flight, Receipt, ShardRecord, WorkerInfo, WorkerState
-from cluster.roster import MAX_BARREN, Live, Member, Roster
 
 TICK_S, ASK_S, SIZE_S, PENDING_S, RELEASE_S = 0.25, 1.0, 10.0, 30.0, 30.0
 EARLY_ROWS = 1000

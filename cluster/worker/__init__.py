@@ -1,0 +1,1 @@
+"""One worker: an engine in a thread, shards in, parts out."""
