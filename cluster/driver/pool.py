@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -169,8 +170,8 @@ class RayPool:
             timer = threading.Timer(_RETRY_S, self._probe, (worker,))
             timer.daemon = True
             timer.start()
-        elif isinstance(error, RayTaskError | RuntimeEnvSetupError) or "creation task" in str(error):
-            self._post(Failed(worker, Failure(_last_line(error), fatal=True)))
+        elif isinstance(error, RayTaskError | RuntimeEnvSetupError) or _never_lived(error):
+            self._post(Failed(worker, Failure(f"{worker} could not be started: {_last_error(error)}", fatal=True)))
         else:
             self._post(Died(worker, _cause(error), by_rows=_may_be_by_rows(error)))
 
@@ -225,6 +226,13 @@ def _cause(error: BaseException) -> str:
     return detail.split(". Some common causes")[0] if found else text[:300]
 
 
-def _last_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+def _never_lived(error: BaseException) -> bool:
+    """Whether the actor's class could not even be made there, which no other worker would do better."""
+    return any(sign in str(error) for sign in ("creation task", "failed to import on the worker"))
+
+
+def _last_error(error: BaseException) -> str:
+    """The last line of a report that names an exception, else its last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b: ", line)]
+    return (named or lines or [type(error).__name__])[-1].rstrip(".") + "."
