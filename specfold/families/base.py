@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from specfold.config import ConfigError, DecodeConfig
-from specfold.model import ModelSpec
+from specfold.model import ModelSpec, RopeSpec
 
 MaskKind = Literal["full", "block", "causal"]
 
@@ -98,6 +98,28 @@ def active_group(masked_ST: torch.Tensor, rules: BlockRules) -> torch.Tensor:
     """Leftmost group with a mask, [S]; a number beyond the block where there is none."""
     beyond = masked_ST.shape[-1]
     return torch.where(masked_ST, group_of(masked_ST, rules), beyond).amin(dim=1)
+
+
+def common_spec(config: dict[str, Any], *, rope: RopeSpec, **special: Any) -> ModelSpec:
+    """Dimensions under the names that all families share; ``special`` are the family's own entries of ModelSpec."""
+    heads = required(config, "num_attention_heads")
+    return ModelSpec(
+        num_layers=required(config, "num_hidden_layers"),
+        hidden_size=required(config, "hidden_size"),
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_width(config),
+        intermediate_size=required(config, "intermediate_size"),
+        vocab_size=required(config, "vocab_size"),
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+        rope=rope,
+        **special,
+    )
+
+
+def head_width(config: dict[str, Any]) -> int:
+    """Width of one attention head."""
+    return config.get("head_dim") or required(config, "hidden_size") // required(config, "num_attention_heads")
 
 
 def required(config: dict[str, Any], key: str) -> Any:

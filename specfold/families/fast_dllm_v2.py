@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specfold.config import ConfigError, DecodeConfig
-from specfold.families.base import BlockRules, Family, ModelError, required
+from specfold.families.base import BlockRules, Family, ModelError, common_spec, head_width
 from specfold.model import ModelSpec, RopeSpec
 
 MASK_TOKEN = "|<MASK>|"
@@ -25,24 +25,16 @@ class FastDllmV2(Family):
             raise ModelError(f"config.json asks for rope type {kind!r}, which Fast-dLLM-v2 does not have.")
         if config.get("use_sliding_window"):
             raise ModelError("config.json asks for sliding-window attention, which is not supported.")
-        hidden, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
-        head_dim = config.get("head_dim") or hidden // heads
+        head_dim = head_width(config)
         theta = config.get("rope_theta") or rope.get("rope_theta", 1e6)
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return ModelSpec(
-            num_layers=required(config, "num_hidden_layers"),
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            intermediate_size=required(config, "intermediate_size"),
-            vocab_size=required(config, "vocab_size"),
+        return common_spec(
+            config,
+            rope=RopeSpec(1.0 / theta**exponent),
             rms_eps=config.get("rms_norm_eps", 1e-6),
-            tied_head=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=True,
             block_size=config.get("bd_size", 32),
             context_length=config.get("max_position_embeddings", 32768),
-            rope=RopeSpec(1.0 / theta**exponent),
         )
 
     def tensor_names(self, spec: ModelSpec) -> dict[str, str]:

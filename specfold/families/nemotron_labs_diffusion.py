@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from specfold.config import ConfigError, DecodeConfig
-from specfold.families.base import BlockRules, Family, ModelError, required
+from specfold.families.base import BlockRules, Family, ModelError, common_spec, head_width, required
 from specfold.families.fast_dllm_v2 import LAYER_NAMES
 from specfold.model import ModelSpec, RopeSpec
 
@@ -26,22 +26,13 @@ class NemotronLabsDiffusion(Family):
     def parse_config(self, config: dict[str, Any]) -> ModelSpec:
         if config.get("sliding_window"):
             raise ModelError("config.json asks for sliding-window attention, which is not supported.")
-        hidden, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
-        head_dim = config.get("head_dim") or hidden // heads
-        return ModelSpec(
-            num_layers=required(config, "num_hidden_layers"),
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            intermediate_size=required(config, "intermediate_size"),
-            vocab_size=required(config, "vocab_size"),
+        return common_spec(
+            config,
+            rope=yarn_rope(required(config, "rope_parameters"), head_width(config)),
             rms_eps=config.get("rms_norm_eps", 1e-5),
-            tied_head=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=False,
             block_size=config.get("block_size", 32),
             context_length=config.get("max_position_embeddings", 262144),
-            rope=yarn_rope(required(config, "rope_parameters"), head_dim),
         )
 
     def tensor_names(self, spec: ModelSpec) -> dict[str, str]:

@@ -88,7 +88,8 @@ def test_a_tied_file_may_repeat_the_head(tmp_path: Path) -> None:
     edit_tensors(
         folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     )
-    load(folder, mask_token_id=380)
+    engine = load(folder, mask_token_id=380)
+    assert engine.model.head_VE is engine.model.embedding_VE
 
 
 def drop(name: str) -> Any:
