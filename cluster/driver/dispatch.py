@@ -152,7 +152,7 @@ class Dispatcher:
 
     def _hear(self, worker: str, member: Member, state: WorkerState) -> None:
         now = self._clock()
-        if state.pulse != member.state.pulse or worker in self._hungry:
+        if state.pulse != member.state.pulse or self._awaits_work(worker, member):
             member.moved = now
         if state.batch_size < member.state.batch_size:
             self._host.say(f"{worker} ran out of memory and now decodes {state.batch_size} rows at a time.")
@@ -209,7 +209,7 @@ class Dispatcher:
             if work is None:
                 continue
             del self._hungry[worker]
-            member.moved = self._clock()
+            member.moved = member.moved if member.open else self._clock()
             member.assigned, member.open = member.assigned + 1, member.open + 1
             self._pool.submit(worker, work, work.task(self._host.identity), member.assigned)
 
@@ -243,8 +243,7 @@ class Dispatcher:
             member.asked, member.unanswered = now, True
             self._pool.ask(worker)
         silent = now - member.heard
-        # Up and neither decoding nor asking for work is as wrong as not advancing.
-        stuck = now - member.moved if member.up and worker not in self._hungry else 0.0
+        stuck = now - member.moved if member.up and not self._awaits_work(worker, member) else 0.0
         if member.answered and max(silent, stuck) > self._stall_s:
             self._pool.kill(worker)
             self._died(worker, member, f"no progress for {max(silent, stuck):.0f} s", by_rows=True)
@@ -256,6 +255,10 @@ class Dispatcher:
         elif now - member.idle_since > RELEASE_S:
             self._pool.release(worker)
             self._leave(worker)
+
+    def _awaits_work(self, worker: str, member: Member) -> bool:
+        """Whether it is right that nothing moves. A worker that is up and neither works nor asks for work is stuck."""
+        return worker in self._hungry and not member.working
 
     def _report_pending(self, now: float) -> None:
         pending = sum(not member.answered for member in self._roster.members.values())

@@ -171,7 +171,7 @@ class RayPool:
             timer.daemon = True
             timer.start()
         elif isinstance(error, RayTaskError | RuntimeEnvSetupError) or _never_lived(error):
-            self._post(Failed(worker, Failure(f"{worker} could not be started: {_last_error(error)}", fatal=True)))
+            self._post(Failed(worker, Failure(f"{worker} failed: {_last_error(error)}", fatal=True)))
         else:
             self._post(Died(worker, _cause(error), by_rows=_may_be_by_rows(error)))
 

@@ -33,7 +33,7 @@ class SimWorker:
     """The counters when its last shard was done."""
 
     def state(self, now: float) -> WorkerState:
-        return replace(self.seen, pulse=int(now * 1000))
+        return replace(self.seen, pulse=int(now * 1000) if now < self.free_at else 0)
 
 
 class SimPool:
@@ -52,6 +52,8 @@ class SimPool:
         self.raising: set[int] = set()
         self.barren: set[int] = set()
         self.failing = 0.0
+        self.mute: set[str] = set()
+        """Workers that never ask for work."""
         self.failure: Failure | None = None
         self.kind = "chip"
         self.workers: dict[str, SimWorker] = {}
@@ -85,7 +87,8 @@ class SimPool:
             self.at(LOAD_S, Ready(worker, WorkerInfo(self.kind, "node", "id", 1, {})))
 
     def invite(self, worker: str) -> None:
-        self.at(0.0, Room(worker))
+        if worker not in self.mute:
+            self.at(0.0, Room(worker))
 
     def submit(self, worker: str, work: Work, task: ShardTask, assigned: int) -> None:
         me = self.workers[worker]
@@ -106,7 +109,9 @@ class SimPool:
                 me.stuck = row in self.sticky
                 if row in self.raising:
                     self.at(time - self.now, Failed(worker, Failure("it raised")))
-                elif not me.stuck:
+                elif me.stuck:
+                    self.at(0.0, Room(worker))
+                else:
                     self.at(time - self.now, Died(worker, "killed", by_rows=True))
                 return
             time += self.rows_s(row)

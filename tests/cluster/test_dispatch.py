@@ -51,6 +51,22 @@ def test_a_row_that_hangs_is_found_by_the_clock() -> None:
     assert any("no progress for" in line for line in host.said)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_row_that_hangs_in_the_last_shard_is_found_too(workers: int) -> None:
+    pool, host = SimPool(size=workers), SimHost()
+    pool.sticky = {25}
+    result = simulate(pool, host, [20, 20])
+    assert result["done"] == [0, 1]
+    assert set(pool.blamed) == {RowKey(25, 0)}
+
+
+def test_a_worker_that_is_up_and_never_asks_for_work_is_replaced() -> None:
+    pool, host = SimPool(size=1), SimHost()
+    pool.mute = {"worker-0"}
+    assert simulate(pool, host, [20, 20])["done"] == [0, 1]
+    assert pool.killed == ["worker-0"]
+
+
 def test_a_place_that_never_finishes_a_row_is_set_aside_and_blames_none() -> None:
     pool, host = SimPool(size=3), SimHost()
     pool.barren = {1}
