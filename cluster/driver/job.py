@@ -164,6 +164,7 @@ class Job:
     def _finish(self, summary: SummaryFile) -> int:
         failed = self._tally.num_failed > self._config.max_failed * max(self._tally.rows, 1)
         code = EXIT_FAILED if failed else 0
+        self._rundir.clean()  # a worker killed while it wrote has left a temporary file
         self._store.write(SHARDS, self._tally.shards_file())
         values = summary.write("done", code)
         self._view.close()

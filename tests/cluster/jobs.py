@@ -56,7 +56,12 @@ class JobFolder:
 
     @property
     def parts(self) -> list[Path]:
-        return sorted((self.output / "data").glob("*"))
+        return sorted((self.output / "data").glob("train-*"))
+
+    @property
+    def leftovers(self) -> list[Path]:
+        """Temporary files of writers that were killed."""
+        return sorted(self.output.rglob(".*"))
 
     def rows(self) -> pa.Table:
         """The whole output, in the order of the files."""

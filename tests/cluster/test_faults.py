@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from cluster.errors import UserError
@@ -80,6 +81,7 @@ def test_killed_workers_change_nothing(folder: JobFolder) -> None:
     first.join()
     second.join()
     assert_undisturbed(folder, 300)
+    assert not folder.leftovers
     assert len(folder.summary()["workers"]) >= 3
 
 
@@ -127,7 +129,7 @@ def test_a_full_disk_is_a_sentence_and_room_is_all_it_takes(folder: JobFolder, s
     with pytest.raises(UserError, match=r"cannot be written: no space is left on the device\.") as caught:
         folder.run(prompts, shard_rows=10)
     assert caught.value.exit_code == 1
-    assert all(path.name.startswith("train-") for path in folder.parts)
+    assert all(pq.read_metadata(path).num_rows == 10 for path in folder.parts)
 
     ballast.unlink()
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
