@@ -28,6 +28,8 @@ class Engine:
         self.model = model
         self.info = info
         self.tokenizer = tokenizer
+        self.num_steps = 0
+        """Steps since the start: a pulse for whoever watches an engine from another thread."""
 
     @classmethod
     def from_pretrained(
@@ -150,6 +152,7 @@ class Engine:
             if not decoder.idle:
                 with fixed_arithmetic(config.deterministic, self.device):
                     finished = decoder.advance()
+                self.num_steps += 1
                 yield from finished
             elif exhausted:
                 return

@@ -243,6 +243,13 @@ def test_the_mask_id_is_never_chosen_and_nan_ends_the_row() -> None:
         head.copy_(kept)
 
 
+def test_the_engine_has_a_pulse() -> None:
+    engine = random_engine("fast_dllm_v2", 0)
+    before = engine.num_steps
+    stats = engine.generate([[1, 2, 3]], DecodeConfig(mode="vanilla", max_new_tokens=20))[0].stats
+    assert engine.num_steps - before == stats.num_forwards
+
+
 def test_bad_prompts_come_back_as_errors_and_disturb_nobody() -> None:
     engine = random_engine("fast_dllm_v2", 0)
     good = [1, 2, 3]
