@@ -172,7 +172,7 @@ class JobConfig:
         try:
             _ = self.decode
         except ConfigError as error:
-            raise UserError(_as_flags(str(error))) from None
+            raise UserError(as_flags(str(error))) from None
 
     def _check_numbers(self) -> None:
         for name in ("limit", "num_samples", "workers", "batch_size", "shard_rows"):
@@ -295,7 +295,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _as_flags(message: str) -> str:
+def as_flags(message: str) -> str:
     """The engine's sentence with its settings written as flags."""
     names = [f.name for f in fields(DecodeConfig)]
     pattern = "|".join(f"^{name}\\b" if "_" not in name else f"\\b{name}\\b" for name in names)

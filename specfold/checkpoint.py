@@ -93,6 +93,9 @@ def read_model_info(
         eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
         eos = config.get("eos_token_id") if eos is None else eos
         stop_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    outside = [token for token in stop_token_ids if not 0 <= token < spec.vocab_size]
+    if outside:
+        raise ModelError(f"stop token {outside[0]} is outside the vocabulary of {spec.vocab_size} tokens.")
     if mask_token_id in stop_token_ids:
         raise ModelError(f"token {mask_token_id} cannot be both the mask and a stop token.")
     return ModelInfo(family, spec, mask_token_id, tuple(stop_token_ids))

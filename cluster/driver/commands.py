@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from rich.console import Console
 
-from cluster.config import JobConfig, default_shard_rows
+from cluster.config import JobConfig, as_flags, default_shard_rows
 from cluster.driver.check import RowCheck, check_rows
 from cluster.driver.events import Event, Wake
 from cluster.driver.job import Job, choose_device, helpers, limited
@@ -98,7 +98,10 @@ def _resolve(config: JobConfig) -> ModelRef:
     """The model; settings that it cannot decode with are refused before Ray takes its seconds to start."""
     model = resolve_model(config.model, config.revision)
     if model.path is not None:
-        check_settings(model.path, config.decode)
+        try:
+            check_settings(model.path, config.decode)
+        except ConfigError as error:
+            raise UserError(as_flags(str(error))) from None
     return model
 
 

@@ -102,7 +102,7 @@ def test_the_other_family_and_other_modes(environment: dict[str, str], tmp_path:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--mode", "ar"], "error: mode ar exists for Nemotron-Labs-Diffusion only, this model is fast_dllm_v2."),
+        (["--mode", "ar"], "error: --mode ar exists for Nemotron-Labs-Diffusion only, this model is fast_dllm_v2."),
         (["--model", "/nothing/here"], "error: "),
         (["--deltta", "0.1"], "error: "),
         (["--drafts", "99"], "error: --drafts must be between 0 and 32, not 99."),

@@ -160,6 +160,8 @@ def test_mask_and_stop_ids(folder: Path) -> None:
         load(folder, mask_token_id=512)
     with pytest.raises(ModelError, match="token 510 cannot be both the mask and a stop token"):
         load(folder, mask_token_id=510)
+    with pytest.raises(ModelError, match="stop token 512 is outside the vocabulary of 512 tokens"):
+        load(folder, stop_token_ids=[3, 512])
     assert load(folder).stop_token_ids == (510,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 510]}')
     assert load(folder).stop_token_ids == (3, 510)
