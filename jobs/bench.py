@@ -56,23 +56,35 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="model folder or hub id (default: the bundled model)")
     parser.add_argument("--size", nargs="+", choices=[*SIZES, "model"], default=list(SIZES))
     parser.add_argument("--prompt-file", type=Path, default=ROOT / "jobs" / "prompts.jsonl")
-    parser.add_argument("--prompts", type=int, default=16, help="number of prompts (default 16)")
-    parser.add_argument("--batch-size", type=int, default=4, help="rows decoded together (default 4)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each mode, of which the median counts (3)")
+    parser.add_argument("--prompts", type=positive, default=16, help="number of prompts (default 16)")
+    parser.add_argument("--batch-size", type=positive, default=4, help="rows decoded together (default 4)")
+    parser.add_argument("--repeats", type=positive, default=3, help="runs of each mode, of which the median counts (3)")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--delta", type=float, default=0.1)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=positive, default=128)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"it must be at least 1, not {value}")
+    return value
 
 
 def read_prompts(engine: Engine, path: Path, count: int) -> list[list[int]]:
     """Token ids of the first prompts of a JSONL file, as one user turn each."""
     if engine.tokenizer is None:
         raise ConfigError("The bench needs a model with a tokenizer.")
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
-    turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+        turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path} cannot be read as JSONL with a prompt in every line: {e!r}.") from None
+    if not turns:
+        raise ConfigError(f"{path} holds no prompts.")
     render = engine.tokenizer.apply_chat_template
     texts = [render(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
     return [engine.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

@@ -30,3 +30,17 @@ def test_a_wrong_model_is_one_sentence() -> None:
     done = run_bench("--model", "/nothing/here")
     assert done.returncode == 2
     assert done.stderr.strip() == "error: The model folder /nothing/here does not exist."
+
+
+def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for args, sentence in (
+        (["--repeats", "0"], "argument --repeats: it must be at least 1, not 0"),
+        (["--prompt-file", str(empty)], f"error: {empty} holds no prompts."),
+        (["--prompt-file", "/nothing"], "error: /nothing cannot be read as JSONL"),
+    ):
+        done = run_bench(*args)
+        assert done.returncode == 2
+        assert sentence in done.stderr
+        assert "Traceback" not in done.stderr
