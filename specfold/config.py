@@ -53,10 +53,15 @@ class DecodeConfig:
             if not ok:
                 raise ConfigError(message)
 
+        for name in ("drafts", "small_block_size", "max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            require(type(value) is int, f"{name} must be a whole number, not {value!r}.")
+        for name in ("delta", "temperature", "top_p"):
+            value = getattr(self, name)
+            require(type(value) in (int, float), f"{name} must be a number, not {value!r}.")
         modes = Mode.__args__  # type: ignore[attr-defined]
         require(self.mode in modes, f"mode must be one of {', '.join(modes)}, not {self.mode!r}.")
         require(self.ffn_gate in ("own", "entry"), f"ffn_gate must be own or entry, not {self.ffn_gate!r}.")
-        require(isinstance(self.drafts, int), f"drafts must be a whole number, not {self.drafts!r}.")
         require(0 <= self.drafts <= MAX_DRAFTS, f"drafts must be between 0 and {MAX_DRAFTS}, not {self.drafts}.")
         require(self.delta == self.delta and self.delta <= 10, f"delta must be a number up to 10, not {self.delta}.")
         require(

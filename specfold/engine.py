@@ -144,8 +144,9 @@ class Engine:
                     if decoder.idle:
                         time.sleep(IDLE_S)
                     break
+                elif not isinstance(request, Request):
+                    raise ConfigError(f"stream takes specfold.Request items or None, not {type(request).__name__}.")
                 else:
-                    assert isinstance(request, Request)
                     refused = decoder.admit(request)
                     if refused is not None:
                         yield request, refused

@@ -25,6 +25,7 @@ from specfold import ConfigError, ModelError
 NAMESPACE = "specfold"
 CLEAN_UP_AFTER_S, EXIT_WITHIN_S = 1.3, 1.8
 _KEEPER_WAIT_S = 5.0
+_PROBE_S = 10.0
 
 
 class Interrupted(Exception):

@@ -118,3 +118,10 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert "Traceback" not in output
     assert len(output.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cluster_that_does_not_answer_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
+    process = start(environment | {"RAY_ADDRESS": "127.0.0.1:1"}, "--limit", "1", "--output", str(tmp_path / "out"))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output == "error: no Ray cluster answers at 127.0.0.1:1: Connection refused.\n"
