@@ -90,7 +90,7 @@ def test_nothing_to_decode_is_exit_code_2_before_anything_is_written(folder: Job
 
 
 def test_a_setting_that_the_engine_refuses_is_one_sentence(folder: JobFolder) -> None:
-    with pytest.raises(UserError, match=r"^mode ar exists for Nemotron") as caught:
+    with pytest.raises(UserError, match=r"^--mode ar exists for Nemotron") as caught:
         folder.run(folder.write_prompts(3), mode="ar")
     assert caught.value.exit_code == 2
 
