@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from cluster.config import JobConfig
 from cluster.errors import UserError
 from cluster.input.rows import RowPreparer
 from cluster.input.shards import RawShard
@@ -26,7 +25,7 @@ from cluster.output.storage import Store
 from cluster.worker.decode import DecodeLoop, OpenShard
 from cluster.worker.recorder import FlightRecorder, recorder_path
 from cluster.worker.shardwork import ShardWork
-from specfold import ConfigError, DecodeConfig, ModelError
+from specfold import ConfigError, ModelError
 
 MAX_OPEN_SHARDS = 4
 
@@ -128,7 +127,7 @@ class Worker:
             folder, device=plan.device, dtype=config.dtype, backend=config.backend,
             mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
         )  # fmt: skip
-        decode = decode_settings(config)
+        decode = config.decode
         engine.check_config(decode)
         self._preparer = RowPreparer(config, folder, plan.carried)
         self._recorder = FlightRecorder(recorder_path(plan.token, self._name), 4 * config.batch_size + 64)
@@ -181,11 +180,6 @@ def _import(name: str) -> Callable[..., Any]:
     for part in path.split("."):
         value = getattr(value, part)
     return value
-
-
-def decode_settings(config: JobConfig) -> DecodeConfig:
-    """The engine's settings; a draft graph goes as text, because its file may be on the driver's machine alone."""
-    return replace(config.decode, draft_graph=config.draft_graph_text or config.draft_graph)
 
 
 def _sentence(error: BaseException) -> str:
