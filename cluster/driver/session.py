@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -51,6 +52,7 @@ def ray_session(address: str | None, workers: int | None) -> Iterator[None]:
         options |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, workers or 1)}
         options |= {"logging_level": logging.ERROR}
     else:
+        _probe(address)
         options |= {"address": address, "logging_level": logging.WARNING}
     try:
         ray.init(**options)
@@ -60,6 +62,18 @@ def ray_session(address: str | None, workers: int | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _probe(address: str) -> None:
+    """Raise ``UserError`` if nothing listens there: Ray itself tries for minutes and then kills the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"no Ray cluster answers at {address}: {reason}.") from None
 
 
 def worker_environment() -> dict[str, Any]:
