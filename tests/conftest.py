@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# Triton decides at decoration time whether kernels run in its interpreter.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+# Triton decides at decoration time whether kernels run in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("SPECFOLD_SHARED", ROOT.parent / "shared"))
