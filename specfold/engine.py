@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from specfold.backends.select import BACKENDS
 from specfold.checkpoint import ModelInfo, load_model, load_tokenizer, local_model_folder, read_model_info
 from specfold.config import ConfigError, DecodeConfig
 from specfold.decoder import Decoder
@@ -24,8 +25,9 @@ _END = object()
 class Engine:
     """One model on one device. Not thread-safe: one thread owns an engine."""
 
-    def __init__(self, model: Model, info: ModelInfo, tokenizer: Any | None) -> None:
+    def __init__(self, model: Model, info: ModelInfo, tokenizer: Any | None, backend: str = "torch") -> None:
         self.model = model
+        self.backend = backend
         self.info = info
         self.tokenizer = tokenizer
         self.num_steps = 0
@@ -43,8 +45,8 @@ class Engine:
         revision: str | None = None,
     ) -> Engine:
         """Loads a model folder or hub id. Raises ModelError or ConfigError, one sentence each."""
-        if backend != "torch":
-            raise ConfigError(f"backend {backend!r} does not exist; torch does.")
+        if backend not in BACKENDS:
+            raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}.")
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
         try:
@@ -57,7 +59,7 @@ class Engine:
         tokenizer = load_tokenizer(folder)
         stops = None if stop_token_ids is None else tuple(stop_token_ids)
         info = read_model_info(folder, tokenizer, mask_token_id, stops)
-        return cls(load_model(folder, info, where, DTYPES[dtype]), info, tokenizer)
+        return cls(load_model(folder, info, where, DTYPES[dtype]), info, tokenizer, backend)
 
     @property
     def device(self) -> torch.device:

@@ -29,6 +29,7 @@ class Prefill:
     length: int
     """Positions to cache: whole blocks where blocks are aligned, else the whole prompt."""
     pages: list[int] = field(default_factory=list)
+    """Room for all of them."""
     done: int = 0
     last_hidden_E: torch.Tensor | None = None
     """Final hidden state (before the last norm) of the last cached position."""
@@ -47,8 +48,7 @@ def prefill_length(prompt_len: int, rules: BlockRules) -> int:
 def prefill_chunk(model: Model, pool: PagePool, prefill: Prefill, rules: BlockRules) -> None:
     """Computes and caches the next chunk of a prompt."""
     start = prefill.done
-    end = min(start + _chunk_size(prefill, rules), prefill.length)
-    prefill.pages += [pool.allocate() for _ in range(-(-end // PAGE_SIZE) - len(prefill.pages))]
+    end = min(start + chunk_size(prefill, rules), prefill.length)
     output = forward_sequence(
         model, pool, prefill.prompt_ids[start:end], start, prefill.pages, rules.prefill_mask, rules
     )
@@ -115,7 +115,8 @@ def write_final_kv(
         pool.write(layer, page, position % PAGE_SIZE, k[chosen, offset], v[chosen, offset])
 
 
-def _chunk_size(prefill: Prefill, rules: BlockRules) -> int:
+def chunk_size(prefill: Prefill, rules: BlockRules) -> int:
+    """Positions that one forward caches; a bidirectional prompt cannot be cut."""
     if rules.prefill_mask == "full":
         return prefill.length
     return max(CHUNK // rules.block_size, 1) * rules.block_size

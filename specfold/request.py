@@ -35,7 +35,7 @@ class Completion:
 
     ``token_ids`` and ``text`` hold neither the stop token nor the stop string. ``finish_reason`` is ``stop``,
     ``length`` or ``error``; with ``error`` the message is one sentence and ``error_kind`` one of ``invalid_prompt``,
-    ``too_long``, ``nan_logits``.
+    ``too_long``, ``nan_logits``, ``no_memory``.
     """
 
     row_id: int

@@ -110,8 +110,8 @@ def trace(engine: Engine, config: DecodeConfig, prompt_ids: list[int]) -> Trace:
     states: list[list[int]] = []
     while True:
         finished = decoder.prepare()
-        if not finished and bool(decoder.slots.active_S[0]):
-            states.append(decoder.slots.state_ST[0].tolist())
+        if not finished and bool(decoder.backend.slots.active_S[0]):
+            states.append(decoder.backend.slots.state_ST[0].tolist())
             finished = decoder.decode()
         if finished:
             return Trace(finished[0][1], states)

@@ -133,7 +133,7 @@ def run_forward(case: Case, entry: dict, hidden: dict[str, torch.Tensor]) -> dic
     rules = engine.info.family.rules(spec, DecodeConfig())
     pool = PagePool(spec, model.device, model.dtype)
     prefill = Prefill(tuple(entry["prefix_ids"]), len(entry["prefix_ids"]))
-    prefill.pages = [pool.allocate() for _ in range(8)]
+    prefill.pages = pool.allocate(8)
     start = 0
 
     def logits_of(output: ForwardOutput) -> torch.Tensor:

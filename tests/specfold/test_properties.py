@@ -218,10 +218,10 @@ def test_samples_share_their_prompts_pages_and_give_them_back() -> None:
         assert decoder.admit(Request(prompt, sample_id=sample)) is None
     decoder.prepare()
     # 3 pages of the prompt once, and per row a copy of the ragged page (it holds the new tokens too).
-    assert decoder.pool.num_used == 3 + 4
+    assert decoder.backend.pool.num_used == 3 + 4
     while not decoder.idle:
         decoder.advance()
-    assert decoder.pool.num_used == 0
+    assert decoder.backend.pool.num_used == 0
 
 
 def test_the_mask_id_is_never_chosen_and_nan_ends_the_row() -> None:
