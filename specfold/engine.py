@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specfold.backends.select import BACKENDS
+from specfold.backends.select import check_backend
 from specfold.checkpoint import ModelInfo, load_model, load_tokenizer, local_model_folder, read_model_info
 from specfold.config import ConfigError, DecodeConfig
 from specfold.decoder import Decoder
@@ -45,8 +45,6 @@ class Engine:
         revision: str | None = None,
     ) -> Engine:
         """Loads a model folder or hub id. Raises ModelError or ConfigError, one sentence each."""
-        if backend not in BACKENDS:
-            raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}.")
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
         try:
@@ -55,6 +53,7 @@ class Engine:
             raise ConfigError(f"device {device!r} is not a device torch knows.") from None
         if where.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA device.")
+        check_backend(backend, where)
         folder = local_model_folder(name, revision)
         tokenizer = load_tokenizer(folder)
         stops = None if stop_token_ids is None else tuple(stop_token_ids)

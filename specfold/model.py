@@ -82,6 +82,18 @@ class Model:
     def dtype(self) -> torch.dtype:
         return self.embedding_VE.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights; a tied head counts once."""
+        tensors = [self.embedding_VE, self.norm_E, self.head_VE]
+        tensors += [
+            x
+            for layer in self.layers
+            for x in (getattr(layer, name) for name in LayerWeights.__slots__)
+            if x is not None
+        ]
+        return sum(x.nbytes for x in {x.data_ptr(): x for x in tensors}.values())
+
     def rope_tables(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """cos [n, D], sin [n, D] and query scale [n] for at least ``num_positions`` positions.
 

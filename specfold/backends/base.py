@@ -38,7 +38,8 @@ class RunSetup:
         if not len(self.graph):
             return 0
         # Under sampling the noise may lift a token from below the graph's ranks.
-        return min(max(self.graph.num_tokens, 8), self.vocab_size - 1)
+        wanted = max(self.graph.num_tokens, 8) if self.config.temperature > 0 else self.graph.num_tokens
+        return min(wanted, self.vocab_size - 1)
 
 
 @dataclass(frozen=True, slots=True)

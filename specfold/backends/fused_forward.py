@@ -1,0 +1,199 @@
+"""The forward over a step's branches as a fixed sequence of fused operations on buffers made once.
+
+What ``specfold.forward`` does, for a captured graph: every buffer has room for the largest step, and how many rows are
+really computed is counted on the device.
+
+S slots, B branches, T positions, A = S * B branches at most, N = A * T positions at most, R <= N recomputed rows,
+E hidden width, H/G query/key-value heads, D head width, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from kernels.fused.layout import Addend, Branches, RowMap
+from kernels.fused.linear_plan import num_parts
+from kernels.fused.prefix_attention import PrefixState
+from specfold.backends.operations import Operations
+from specfold.forward import Folding
+from specfold.model import Model, ModelSpec
+from specfold.pages import PagePool
+
+SPLIT_ROWS = 1024
+"""Up to this many rows the prefix is attended in chunks side by side, because the GPU would idle otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardShape:
+    """Room of a forward."""
+
+    num_slots: int
+    num_branches: int
+    block: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_slots * self.num_branches * self.block
+
+
+@dataclass(frozen=True, slots=True)
+class FoldMaps:
+    """Row maps of all layers, the QKV and the feed-forward ones, in tensors that one call clears."""
+
+    keep_LKST: torch.Tensor
+    """int64 bit sets; K = 0 for QKV, 1 for the feed-forward network."""
+    row_KLSBT: torch.Tensor
+    counts_LKX: torch.Tensor
+    """int32: number of rows, then rows of each slot."""
+    position_R: torch.Tensor
+    slot_rows_SX: torch.Tensor
+
+    @classmethod
+    def allocate(cls, num_layers: int, shape: ForwardShape, device: torch.device) -> FoldMaps:
+        slots, branches, block = shape.num_slots, shape.num_branches, shape.block
+
+        def ints(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            ints(num_layers, 2, slots, block, dtype=torch.int64),
+            ints(2, num_layers, slots, branches, block),
+            ints(num_layers, 2, 1 + slots),
+            ints(shape.num_rows),
+            ints(slots, branches * block),
+        )
+
+    def of(self, layer: int, stage: int) -> RowMap:
+        """The map of one layer; stage 0 is QKV, 1 the feed-forward network."""
+        counts = self.counts_LKX[layer, stage]
+        return RowMap(
+            keep_ST=self.keep_LKST[layer, stage],
+            row_SBT=self.row_KLSBT[stage, layer],
+            count_1=counts[:1],
+            position_R=self.position_R,
+            slot_count_S=counts[1:],
+            slot_rows_SX=self.slot_rows_SX,
+        )
+
+    def clear(self) -> None:
+        self.keep_LKST.zero_()
+        self.counts_LKX.zero_()
+
+
+class FusedForward:
+    """Buffers of one shape, and the sequence of operations over them."""
+
+    def __init__(self, ops: Operations, model: Model, pool: PagePool, shape: ForwardShape) -> None:
+        spec, device, dtype = model.spec, model.device, model.dtype
+        self.ops, self.model, self.pool, self.shape = ops, model, pool, shape
+        rows = shape.num_rows
+
+        def buffer(*size: int) -> torch.Tensor:
+            return torch.empty(size, device=device, dtype=dtype)
+
+        self.maps = FoldMaps.allocate(spec.num_layers, shape, device)
+        self.k_LRGD = buffer(spec.num_layers, rows, spec.num_kv_heads, spec.head_dim)
+        self.v_LRGD = torch.empty_like(self.k_LRGD)
+        self._streams = buffer(2, rows, spec.hidden_size)
+        self._normed = buffer(rows, spec.hidden_size)
+        self._q = buffer(rows, spec.num_heads, spec.head_dim)
+        self._attended = buffer(rows, spec.num_heads * spec.head_dim)
+        self._hidden = buffer(rows, spec.intermediate_size)
+        self._parts = torch.empty(_parts_size(model, rows), device=device, dtype=torch.float32)
+        room = shape.num_branches * shape.block
+        self._prefix = PrefixState.allocate(self._q, spec.num_kv_heads, shape.num_slots, room, split=rows <= SPLIT_ROWS)
+        self._rope: tuple[torch.Tensor, ...] = ()
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Makes rotary tables for that many positions; graphs hold their addresses, so once is enough for a run."""
+        self._rope = tuple(x.to(self.model.dtype) for x in self.model.rope_tables(num_positions))
+
+    def run(
+        self,
+        branches: Branches,
+        page_table_SP: torch.Tensor,
+        folding: Folding,
+        mask_unit: int,
+        length_S: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Addend]:
+        """Runs all layers. Returns the residual stream [N, E] and the last layer's output still to be added to it.
+
+        ``mask_unit``: attention inside final branches goes by groups of that many positions. Positions from
+        ``length_S`` on are not computed.
+        """
+        self.maps.clear()
+        stream, addend = self.model.embedding_VE, None
+        for layer in range(self.model.spec.num_layers):
+            stream, addend = self._layer(layer, stream, addend, branches, page_table_SP, folding, mask_unit, length_S)
+        assert addend is not None
+        return stream, addend
+
+    def _layer(
+        self,
+        index: int,
+        stream: torch.Tensor,
+        addend: Addend | None,
+        branches: Branches,
+        page_table_SP: torch.Tensor,
+        folding: Folding,
+        mask_unit: int,
+        length_S: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Addend]:
+        ops, spec, layer = self.ops, self.model.spec, self.model.layers[index]
+        entry, middle = self._streams
+        qkv_map, ffn_map = self.maps.of(index, 0), self.maps.of(index, 1)
+        k, v = self.k_LRGD[index], self.v_LRGD[index]
+        gate = (spec.rms_eps, folding.delta)
+        ops.gate_rows(
+            stream, addend is None, addend, branches, layer.attention_norm_E, *gate, None, False, entry, qkv_map,
+            self._normed, length_S,
+        )  # fmt: skip
+        parts = self._parts_for(layer.qkv_NE)
+        ops.linear_rows(self._normed, layer.qkv_NE, qkv_map.count_1, 1, parts)
+        ops.rope_rows(parts, layer.qkv_bias_N, qkv_map, branches, *self._rope, self._q, k, v)
+        scale = spec.head_dim**-0.5
+        pages = (self.pool.k[index], self.pool.v[index])
+        ops.prefix_attention(self._q, qkv_map, *pages, page_table_SP, branches.start_S, scale, self._prefix)
+        ops.block_attention(self._q, k, v, self._prefix, qkv_map, branches, mask_unit, scale, self._attended, length_S)
+        parts = self._parts_for(layer.output_EN)
+        ops.linear_rows(self._attended, layer.output_EN, branches.num_live_1, self.shape.block, parts)
+        retest = folding.ffn_gate == "own"
+        ops.gate_rows(
+            entry, False, Addend(parts, None), branches, layer.ffn_norm_E, *gate, qkv_map, retest, middle, ffn_map,
+            self._normed, length_S,
+        )  # fmt: skip
+        ops.swiglu_rows(self._normed, layer.gate_up_2IE, ffn_map.count_1, 1, self._hidden)
+        parts = self._parts_for(layer.down_EI)
+        ops.linear_rows(self._hidden, layer.down_EI, ffn_map.count_1, 1, parts)
+        return middle, Addend(parts, ffn_map)
+
+    def _parts_for(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Partial sums [K, R, N] of a projection, in the one buffer that all share."""
+        size = _parts_shape(weight_NK, self.shape.num_rows)
+        return self._parts[: prod(size)].view(size)
+
+
+def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape) -> int:
+    """Device memory of a ``FusedForward``, without pages: what the memory plan counts."""
+    rows, item = shape.num_rows, dtype.itemsize
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    arena = 2 * spec.num_layers * rows * kv * item
+    streams = rows * item * (3 * spec.hidden_size + 2 * heads + spec.intermediate_size)
+    shapes = ((heads + 2 * kv, spec.hidden_size), (spec.hidden_size, heads), (spec.hidden_size, spec.intermediate_size))
+    parts = 4 * max(num_parts(n, k, dtype, rows) * rows * n for n, k in shapes)
+    states = 4 * rows * (heads + 2 * spec.num_heads) * (9 if rows <= SPLIT_ROWS else 1)
+    maps = spec.num_layers * 2 * (8 * shape.num_slots * shape.block + 4 * rows)
+    return arena + streams + parts + states + maps
+
+
+def _parts_shape(weight_NK: torch.Tensor, rows: int) -> tuple[int, int, int]:
+    width, inner = weight_NK.shape
+    return num_parts(width, inner, weight_NK.dtype, rows), rows, width
+
+
+def _parts_size(model: Model, rows: int) -> int:
+    layer = model.layers[0]
+    return max(prod(_parts_shape(w, rows)) for w in (layer.qkv_NE, layer.output_EN, layer.down_EI))

@@ -1,0 +1,54 @@
+"""How a device's memory is divided before a run: what a step needs first, pages of keys and values from the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specfold.config import ConfigError
+from specfold.pages import PAGE_SIZE, pages_for
+
+RESERVE = 768 << 20
+"""Left free for the CUDA context's growth, captured graphs and compiled kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose, and the pages they leave room for."""
+
+    weights: int
+    step: int
+    """Buffers of decoding steps and of prefill chunks."""
+    page_bytes: int
+    num_pages: int
+
+    def rows_of(self, num_positions: int) -> int:
+        """Rows of that many positions whose keys and values fit at once."""
+        return self.num_pages // pages_for(num_positions)
+
+    def describe(self, num_positions: int) -> str:
+        """One line for a log."""
+        return (
+            f"device memory: weights {_gib(self.weights)}, step buffers {_gib(self.step)}, keys and values "
+            f"{_gib(self.num_pages * self.page_bytes)} for {self.num_pages * PAGE_SIZE} positions "
+            f"({self.rows_of(num_positions)} rows of {num_positions})"
+        )
+
+
+def plan_memory(free: int, weights: int, step: int, page_bytes: int, useful_pages: int, least_pages: int) -> MemoryPlan:
+    """Divides ``free`` bytes (weights are loaded already). Raises ConfigError where not even ``least_pages`` fit.
+
+    ``useful_pages``: more than that no run can use.
+    """
+    left = free - RESERVE - step
+    num_pages = min(useful_pages, max(left, 0) // page_bytes)
+    if num_pages < least_pages:
+        need = step + RESERVE + least_pages * page_bytes
+        raise ConfigError(
+            f"the device has {_gib(free)} free beside the weights, but one row needs {_gib(need)}: lower the batch "
+            "size, the drafts or max_new_tokens."
+        )
+    return MemoryPlan(weights, step, page_bytes, num_pages)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
