@@ -1,0 +1,283 @@
+"""Projections of compacted rows whose number only the device knows.
+
+R rows, K input width, N output width, E model width, I feed-forward width, P partial sums. In kernels BN weight rows,
+BM rows of x, BK of the inner dimension.
+
+The operands are swapped, ``tile[BN, BM] = W[BN, BK] @ x[BM, BK].T``: weights fill the fixed 64 rows of a Hopper
+tensor-core instruction, x its width, which goes from 8 to 256 in steps. So a program can fit its tile to the rows there
+are, and a row's arithmetic is the same chain of products whichever tile holds it (see ``linear_plan``). Rows beyond the
+count are read (whatever they hold stays in their own column of the tile) but never written.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.fused.linear_plan import Plan, num_parts, num_splits, plan, split_width
+from kernels.linear import pad_rows
+
+__all__ = ["linear_rows", "linear_rows_reference", "num_parts", "num_splits", "swiglu_rows", "swiglu_rows_reference"]
+
+PIECES = (32, 64, 128, 256)
+
+
+@triton.jit
+def _load_tile(
+    source, o_row, last_row, o_k, K, ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """Tile [ROWS, BK] of a matrix [*, K], zero beyond K. Rows beyond the last one are finite or not, but readable."""
+    if TMA:
+        return source.load([o_row, o_k])
+    else:
+        i_row = tl.minimum(o_row + tl.arange(0, ROWS), last_row).to(tl.int64)
+        i_k = o_k + tl.arange(0, BK)
+        p_tile = source + i_row[:, None] * K + i_k[None, :]  # [ROWS, BK]
+        if EVEN_K:
+            return tl.load(p_tile, eviction_policy=EVICT)
+        else:
+            return tl.load(p_tile, mask=(i_k < K)[None, :], other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def _x_of(x32, x64, x128, x256, ROWS: tl.constexpr):
+    """The source of x whose tiles have that many rows: a descriptor knows its tile."""
+    if ROWS <= 32:
+        return x32
+    elif ROWS == 64:
+        return x64
+    elif ROWS == 128:
+        return x128
+    else:
+        return x256
+
+
+@triton.jit
+def _accumulate(
+    x0, x1, w, o_m, last_m, o_n, o_up, last_n, k_begin, k_end, K,
+    BM0: tl.constexpr, BM1: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Sums over k_begin <= k < k_end, each from zero in ascending order: two pieces of x by weight rows n and ``up``.
+
+    What is not asked for (BM1 = 0, not GATED) is returned as unused zeros.
+    """
+    PIECE1: tl.constexpr = BM1 if BM1 > 0 else BM0
+    acc0 = tl.zeros((BN, BM0), tl.float32)
+    acc1 = tl.zeros((BN, PIECE1), tl.float32)
+    up0 = tl.zeros((BN, BM0), tl.float32)
+    up1 = tl.zeros((BN, PIECE1), tl.float32)
+    for o_k in tl.range(k_begin, k_end, BK, num_stages=STAGES):
+        b_w = _load_tile(w, o_n, last_n, o_k, K, BN, BK, TMA, EVEN_K, EVICT)  # [BN, BK]
+        b_x0 = _load_tile(x0, o_m, last_m, o_k, K, BM0, BK, TMA, EVEN_K, "")  # [BM0, BK]
+        acc0 = tl.dot(b_w, b_x0.T, acc0, input_precision="ieee")
+        if BM1 > 0:
+            b_x1 = _load_tile(x1, o_m + BM0, last_m, o_k, K, BM1, BK, TMA, EVEN_K, "")  # [BM1, BK]
+            acc1 = tl.dot(b_w, b_x1.T, acc1, input_precision="ieee")
+        if GATED:
+            b_up = _load_tile(w, o_up, last_n, o_k, K, BN, BK, TMA, EVEN_K, EVICT)  # [BN, BK]
+            up0 = tl.dot(b_up, b_x0.T, up0, input_precision="ieee")
+            if BM1 > 0:
+                up1 = tl.dot(b_up, b_x1.T, up1, input_precision="ieee")
+    return acc0, acc1, up0, up1
+
+
+@triton.jit
+def _store_tile(p_out, b_tile, o_m, end_m, o_n, N, BM: tl.constexpr, BN: tl.constexpr):
+    i_m = o_m + tl.arange(0, BM)
+    i_n = o_n + tl.arange(0, BN)
+    p_tile = p_out + i_m.to(tl.int64)[None, :] * N + i_n[:, None]  # [BN, BM]
+    tl.store(p_tile, b_tile.to(p_out.dtype.element_ty), mask=(i_m < end_m)[None, :] & (i_n < N)[:, None])
+
+
+@triton.jit
+def _silu_mul(b_gate, b_up, dtype: tl.constexpr):
+    gate = b_gate.to(dtype).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * b_up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _run_tile(
+    x32, x64, x128, x256, w, p_out, o_m, end_m, last_m, o_n, i_split, splits, split_k, N, K, part_stride,
+    HEIGHT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
+    ROOM: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """One tile of HEIGHT rows from row o_m on, of which those before end_m are stored."""
+    BM0: tl.constexpr = 256 if HEIGHT >= 256 else 128 if HEIGHT >= 128 else 64 if HEIGHT >= 64 else 32
+    BM1: tl.constexpr = HEIGHT - BM0
+    FITTING: tl.constexpr = ROOM // ((HEIGHT + (2 * BN if GATED else BN)) * BK)
+    STAGES: tl.constexpr = FITTING if FITTING < 8 else 8
+    x0 = _x_of(x32, x64, x128, x256, BM0)
+    x1 = _x_of(x32, x64, x128, x256, BM1 if BM1 > 0 else BM0)
+    last_n = (2 * N if GATED else N) - 1
+    k_begin = i_split * split_k
+    acc0, acc1, up0, up1 = _accumulate(
+        x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
+        BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
+    )  # fmt: skip
+    if SEQUENTIAL:
+        for i in range(1, splits):
+            k_begin = i * split_k
+            part0, part1, _, _ = _accumulate(
+                x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
+                BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
+            )  # fmt: skip
+            acc0 += part0
+            acc1 += part1
+    if GATED:
+        acc0 = _silu_mul(acc0, up0, p_out.dtype.element_ty)
+        acc1 = _silu_mul(acc1, up1, p_out.dtype.element_ty)
+    p_out += i_split.to(tl.int64) * part_stride
+    _store_tile(p_out, acc0, o_m, end_m, o_n, N, BM0, BN)
+    if BM1 > 0:
+        _store_tile(p_out, acc1, o_m + BM0, end_m, o_n, N, BM1, BN)
+
+
+@triton.jit(do_not_specialize=["rows_per_count", "splits"])
+def _project_kernel(
+    x32, x64, x128, x256, w, p_out, p_count, rows_per_count, room_m, N, K, splits, split_k, part_stride,
+    HEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
+    ROOM: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of the output and a split; the first ones are active, the rest of the grid exits.
+
+    Order: groups of GROUP row tiles; in a group by weight tile, then split, then row tile, so that neighbours in time
+    share a weight tile. Row tiles are equally high, as low as their number allows.
+    """
+    TALL: tl.constexpr = HEIGHTS[len(HEIGHTS) - 1]
+    rows = tl.minimum(tl.load(p_count) * rows_per_count, room_m)
+    tiles_m = tl.cdiv(rows, TALL)
+    parallel = 1 if SEQUENTIAL else splits
+    columns = tl.cdiv(N, BN) * parallel
+    pid = tl.program_id(0)
+    if pid >= tiles_m * columns:
+        return
+    first_m = pid // (GROUP * columns) * GROUP
+    group_m = tl.minimum(tiles_m - first_m, GROUP)
+    in_group = pid - first_m * columns
+    i_m = first_m + in_group % group_m
+    column = in_group // group_m
+    i_split = column % parallel
+    o_n = column // parallel * BN
+
+    needed = tl.cdiv(rows, tiles_m)
+    height = TALL
+    for i in tl.static_range(len(HEIGHTS) - 1):
+        height = tl.where(needed <= HEIGHTS[len(HEIGHTS) - 2 - i], HEIGHTS[len(HEIGHTS) - 2 - i], height)
+    o_m = i_m * height
+    end_m = tl.minimum(o_m + height, rows)
+    for i in tl.static_range(len(HEIGHTS)):
+        if (end_m - o_m <= HEIGHTS[i]) & (end_m - o_m > (HEIGHTS[i - 1] if i > 0 else 0)):
+            _run_tile(
+                x32, x64, x128, x256, w, p_out, o_m, end_m, room_m - 1, o_n, i_split, splits, split_k, N, K,
+                part_stride, HEIGHTS[i], BN, BK, GATED, SEQUENTIAL, ROOM, TMA, EVEN_K, EVICT,
+            )  # fmt: skip
+
+
+def _launch(
+    x_RK: torch.Tensor, weight: torch.Tensor, count_1: torch.Tensor, rows_per_count: int, out: torch.Tensor,
+    N: int, splits: int, gated: bool, tiles: Plan,
+) -> None:  # fmt: skip
+    """``out`` [.., R, N]: the hidden rows, all parts, or one part that holds their sum."""
+    assert x_RK.is_contiguous()
+    assert weight.is_contiguous()
+    assert out.is_contiguous()
+    room, K = x_RK.shape
+    sequential = splits > 1 and out.shape[0] == 1
+    x_by_rows: list[object] = [x_RK] * len(PIECES)
+    w: object = weight
+    if tiles.tma:
+        used = {piece for height in tiles.heights for piece in PIECES if height & piece}
+        x_by_rows = [
+            TensorDescriptor.from_tensor(x_RK, [piece, tiles.tile_k]) if piece in used else None for piece in PIECES
+        ]
+        w = TensorDescriptor.from_tensor(weight, [tiles.tile_n, tiles.tile_k])
+    programs = triton.cdiv(room, tiles.tall) * triton.cdiv(N, tiles.tile_n) * (1 if sequential else splits)
+    _project_kernel[(programs,)](
+        *x_by_rows, w, out, count_1, rows_per_count, room, N, K, splits, split_width(K, splits), room * N,
+        HEIGHTS=tiles.heights, BN=tiles.tile_n, BK=tiles.tile_k, GATED=gated, SEQUENTIAL=sequential,
+        ROOM=tiles.shared // x_RK.element_size(), GROUP=tiles.group, TMA=tiles.tma, EVEN_K=K % tiles.tile_k == 0,
+        EVICT="evict_first" if tiles.evict_first else "", num_warps=tiles.num_warps,
+    )  # fmt: skip
+
+
+def linear_rows(
+    x_RK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    count_1: torch.Tensor,
+    rows_per_count: int,
+    parts_KRN: torch.Tensor,
+    tiles: Plan | None = None,
+) -> None:
+    """Rows r < count * rows_per_count of ``x @ weight.T`` in float32, as partial sums over slices of the inner width.
+
+    ``parts_KRN`` float32 [num_splits(N, K), R, N], to be added in order; or [1, R, N], which then holds just that sum,
+    the same bits: better where rows are many. ``num_parts`` tells which. Other rows are left alone.
+    """
+    N, K = weight_NK.shape
+    splits = num_splits(N, K, weight_NK.dtype)
+    assert parts_KRN.shape[0] in (1, splits)
+    assert parts_KRN.shape[1:] == (x_RK.shape[0], N)
+    parallel = parts_KRN.shape[0] == splits
+    tiles = tiles or plan(N, K, weight_NK.dtype, x_RK.shape[0], parallel=parallel)
+    _launch(x_RK, weight_NK, count_1, rows_per_count, parts_KRN, N, splits, False, tiles)
+
+
+def swiglu_rows(
+    x_RE: torch.Tensor,
+    gate_up_2IE: torch.Tensor,
+    count_1: torch.Tensor,
+    rows_per_count: int,
+    hidden_RI: torch.Tensor,
+    tiles: Plan | None = None,
+) -> None:
+    """Rows r < count * rows_per_count of ``silu(x @ gate.T) * (x @ up.T)``; gate and up stand stacked in one weight.
+
+    Gate and up are rounded to the model's dtype, as if they had been stored; silu and product are float32, rounded once
+    (``kernels.linear`` rounds silu too). Other rows are left alone.
+    """
+    I, E = gate_up_2IE.shape[0] // 2, gate_up_2IE.shape[1]  # noqa: E741
+    assert hidden_RI.shape == (x_RE.shape[0], I)
+    tiles = tiles or plan(I, E, gate_up_2IE.dtype, x_RE.shape[0], gated=True)
+    _launch(x_RE, gate_up_2IE, count_1, rows_per_count, hidden_RI, I, 1, True, tiles)
+
+
+def linear_rows_reference(
+    x_RK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    count_1: torch.Tensor,
+    rows_per_count: int,
+    parts_KRN: torch.Tensor,
+    tiles: Plan | None = None,
+) -> None:
+    N, K = weight_NK.shape
+    rows = int(count_1) * rows_per_count
+    splits = num_splits(N, K, weight_NK.dtype)
+    width = split_width(K, splits)
+    x_rK = pad_rows(x_RK[:rows].float())
+    sums = [
+        F.linear(x_rk, w_Nk) for x_rk, w_Nk in zip(x_rK.split(width, 1), weight_NK.float().split(width, 1), strict=True)
+    ]
+    sums += [torch.zeros_like(sums[0])] * (splits - len(sums))
+    if parts_KRN.shape[0] == 1:
+        sums = [sum(sums[1:], start=sums[0])]
+    for part_RN, sum_rN in zip(parts_KRN, sums, strict=True):
+        part_RN[:rows] = sum_rN[:rows]
+
+
+def swiglu_rows_reference(
+    x_RE: torch.Tensor,
+    gate_up_2IE: torch.Tensor,
+    count_1: torch.Tensor,
+    rows_per_count: int,
+    hidden_RI: torch.Tensor,
+    tiles: Plan | None = None,
+) -> None:
+    rows = int(count_1) * rows_per_count
+    gate, up = F.linear(pad_rows(x_RE[:rows].float()), gate_up_2IE.float()).to(x_RE.dtype).float().chunk(2, dim=-1)
+    # Contiguous, so that every element takes the vectorised path, as in ``kernels.linear``.
+    hidden_RI[:rows] = (F.silu(gate.contiguous()) * up)[:rows].to(hidden_RI.dtype)
