@@ -178,11 +178,11 @@ def _project_kernel(
             )  # fmt: skip
 
 
-def _launch(
+def project_rows(
     x_RK: torch.Tensor, weight: torch.Tensor, count_1: torch.Tensor, rows_per_count: int, out: torch.Tensor,
     N: int, splits: int, gated: bool, tiles: Plan,
 ) -> None:  # fmt: skip
-    """``out`` [.., R, N]: the hidden rows, all parts, or one part that holds their sum."""
+    """Both operations with everything chosen. ``out``: hidden rows [R, N], or parts [splits, R, N] or [1, R, N]."""
     assert x_RK.is_contiguous()
     assert weight.is_contiguous()
     assert out.is_contiguous()
@@ -224,7 +224,7 @@ def linear_rows(
     assert parts_KRN.shape[1:] == (x_RK.shape[0], N)
     parallel = parts_KRN.shape[0] == splits
     tiles = tiles or plan(N, K, weight_NK.dtype, x_RK.shape[0], parallel=parallel)
-    _launch(x_RK, weight_NK, count_1, rows_per_count, parts_KRN, N, splits, False, tiles)
+    project_rows(x_RK, weight_NK, count_1, rows_per_count, parts_KRN, N, splits, False, tiles)
 
 
 def swiglu_rows(
@@ -243,7 +243,7 @@ def swiglu_rows(
     I, E = gate_up_2IE.shape[0] // 2, gate_up_2IE.shape[1]  # noqa: E741
     assert hidden_RI.shape == (x_RE.shape[0], I)
     tiles = tiles or plan(I, E, gate_up_2IE.dtype, x_RE.shape[0], gated=True)
-    _launch(x_RE, gate_up_2IE, count_1, rows_per_count, hidden_RI, I, 1, True, tiles)
+    project_rows(x_RE, gate_up_2IE, count_1, rows_per_count, hidden_RI, I, 1, True, tiles)
 
 
 def linear_rows_reference(

@@ -84,11 +84,14 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
     if max_rows <= 32:
         tile_k = 64 if gated else 128
         return Plan(heights=(32,), tile_n=64, tile_k=tile_k, num_warps=4, shared=HALF, tma=tma)
+    if max_rows <= FEW_ROWS and gated:
+        # 140 to 300 weight tiles: two programs a multiprocessor even out what a whole wave would leave idle.
+        return Plan(heights=(32, 64, 96, 128, 160), tile_n=64, tile_k=64, num_warps=8, shared=HALF, tma=tma)
     if max_rows <= FEW_ROWS:
-        narrow = gated or N <= 2048  # 12 or 16 tiles of 128 would leave half of the chip idle.
-        return Plan(
-            heights=(32, 64, 96, 128, 160), tile_n=64 if narrow else 128, tile_k=64, num_warps=8, shared=HALF, tma=tma
-        )
+        # At most one program a multiprocessor (``num_splits``), so it takes all rows and all of the memory. 12 or 16
+        # weight tiles of 128 would leave half of the chip idle.
+        every = (32, 64, 96, 128, 160, 192, 256, 288)
+        return Plan(every, tile_n=64 if N <= 2048 else 128, tile_k=64, num_warps=8, shared=FULL, tma=tma)
     # Two accumulators of 128 x 192 are 192 registers a thread; of 128 x 256 they would spill.
-    heights = (64, 128, 256) if parallel else (64, 128, 192)
-    return Plan(heights=heights, tile_n=64 if gated else 128, tile_k=64, num_warps=8, shared=FULL, tma=tma)
+    heights = (64, 128, 192, 256) if parallel else (64, 128, 192)
+    return Plan(heights, tile_n=64 if gated else 128, tile_k=64, num_warps=8, shared=FULL, tma=tma)
