@@ -1,0 +1,126 @@
+"""Keys and values of accepted blocks into the prefix pages.
+
+L layers, R rows of a layer's arena, G key/value heads, D head width, S slots, B branches, T block positions,
+W positions a page; a page table has P entries a slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+SLOT_GROUPS = 8
+"""Programs that share the slots of one tile: most slots commit nothing, and a check is cheaper than a program."""
+
+
+def commit_kv(
+    k_LRGD: torch.Tensor,
+    v_LRGD: torch.Tensor,
+    row_LSBT: torch.Tensor,
+    commit_branch_S: torch.Tensor,
+    length_S: torch.Tensor,
+    start_S: torch.Tensor,
+    page_table_SP: torch.Tensor,
+    k_LPWGD: torch.Tensor,
+    v_LPWGD: torch.Tensor,
+) -> None:
+    """Copies positions t < ``length_S[s]`` of branch ``commit_branch_S[s]`` of every layer to the slot's pages.
+
+    A negative branch (int32) commits nothing. Position t goes to ``start_S[s] + t``: entry ``// W`` of the slot's page
+    table, at ``% W``. Final branches are never folded, so each position has a row of its own, ``row_LSBT``. Length,
+    start and page table are int64; ``start_S`` is that of the committed block, which the slot has left already.
+    """
+    num_layers, num_slots, num_branches, block = row_LSBT.shape
+    width = k_LRGD.shape[2] * k_LRGD.shape[3]
+    for tensor in (k_LRGD, v_LRGD, row_LSBT, page_table_SP, k_LPWGD, v_LPWGD):
+        assert tensor.is_contiguous()
+    tile = min(8, triton.next_power_of_2(block))
+    _commit_kernel[(triton.cdiv(block, tile), num_layers, min(num_slots, SLOT_GROUPS))](
+        k_LRGD,
+        v_LRGD,
+        row_LSBT,
+        commit_branch_S,
+        length_S,
+        start_S,
+        page_table_SP,
+        k_LPWGD,
+        v_LPWGD,
+        k_LRGD.shape[1],
+        num_slots,
+        num_branches,
+        page_table_SP.shape[1],
+        k_LPWGD.shape[1],
+        T=block,
+        W=k_LPWGD.shape[2],
+        GD=width,
+        BT=tile,
+        BGD=triton.next_power_of_2(width),
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _commit_kernel(
+    p_k,
+    p_v,
+    p_row,
+    p_commit,
+    p_length,
+    p_start,
+    p_table,
+    p_k_pages,
+    p_v_pages,
+    num_rows,
+    num_slots,
+    num_branches,
+    num_entries,
+    num_pages,
+    T: tl.constexpr,
+    W: tl.constexpr,
+    GD: tl.constexpr,
+    BT: tl.constexpr,
+    BGD: tl.constexpr,
+):
+    o_t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i_layer = tl.program_id(1)
+    o_x = tl.arange(0, BGD)
+    for i_slot in range(tl.program_id(2), num_slots, tl.num_programs(2)):
+        i_branch = tl.load(p_commit + i_slot)
+        if i_branch >= 0:
+            m_t = (o_t < tl.load(p_length + i_slot)) & (o_t < T)
+            o_map = ((i_layer * num_slots + i_slot) * num_branches + i_branch) * T
+            i_row = tl.load(p_row + o_map + o_t, mask=m_t, other=0)  # [BT]
+            position = tl.load(p_start + i_slot) + o_t
+            i_page = tl.load(p_table + i_slot * num_entries + position // W, mask=m_t, other=0)  # [BT]
+
+            m_x = m_t[:, None] & (o_x < GD)[None, :]  # [BT, BGD]
+            o_from = (i_layer.to(tl.int64) * num_rows + i_row)[:, None] * GD + o_x[None, :]
+            o_to = ((i_layer.to(tl.int64) * num_pages + i_page) * W + position % W)[:, None] * GD + o_x[None, :]
+            b_k = tl.load(p_k + o_from, mask=m_x)
+            b_v = tl.load(p_v + o_from, mask=m_x)
+            tl.store(p_k_pages + o_to, b_k, mask=m_x)
+            tl.store(p_v_pages + o_to, b_v, mask=m_x)
+
+
+def commit_kv_reference(
+    k_LRGD: torch.Tensor,
+    v_LRGD: torch.Tensor,
+    row_LSBT: torch.Tensor,
+    commit_branch_S: torch.Tensor,
+    length_S: torch.Tensor,
+    start_S: torch.Tensor,
+    page_table_SP: torch.Tensor,
+    k_LPWGD: torch.Tensor,
+    v_LPWGD: torch.Tensor,
+) -> None:
+    """The same in plain torch."""
+    page_size = k_LPWGD.shape[2]
+    for s in (commit_branch_S >= 0).nonzero().flatten().tolist():
+        length = min(int(length_S[s]), row_LSBT.shape[3])
+        position = start_S[s] + torch.arange(length, device=row_LSBT.device)
+        page, offset = page_table_SP[s, position // page_size], position % page_size
+        row_LT = row_LSBT[:, s, commit_branch_S[s], :length].long()
+        for layer, row_T in enumerate(row_LT):
+            k_LPWGD[layer, page, offset] = k_LRGD[layer, row_T]
+            v_LPWGD[layer, page, offset] = v_LRGD[layer, row_T]

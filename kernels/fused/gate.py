@@ -1,0 +1,263 @@
+"""The folding gate: brings the residual stream up to date and sorts out which positions are recomputed.
+
+N = A * T list positions p, S slots, B branches, T block positions, X = B * T, E hidden width, R recomputed rows,
+K partial sums, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.fused.layout import DENOISE, Addend, Branches, RowMap
+from kernels.fused.residual import MAX_PROGRAMS, rms_norm_row, row_config, source_row, stream_row, stream_rows
+from kernels.norm import rms_norm
+
+_DENOISE = tl.constexpr(DENOISE)
+
+
+def gate_rows(
+    source_XE: torch.Tensor,
+    by_token: bool,
+    addend: Addend | None,
+    branches: Branches,
+    norm_weight_E: torch.Tensor,
+    eps: float,
+    delta: float,
+    inherit: RowMap | None,
+    retest: bool,
+    stream_NE: torch.Tensor,
+    out: RowMap,
+    normed_RE: torch.Tensor,
+    length_S: torch.Tensor | None = None,
+) -> None:
+    """Adds the projection before to the residual stream, gates against the parent, and norms what is kept.
+
+    ``source_XE`` is the stream by list position, or the embedding [V, E] to be read by token (``by_token``). To it
+    the sum of the addend's parts is added in float32, rounded once, and stored to ``stream_NE``, another buffer:
+    other positions still read the old rows.
+
+    A draft's position is folded (SpecFold, gate) where ``|x - x_parent| <= delta * |x_parent|``, in L2 over E, tested
+    squared in float32; ``delta`` < 0 folds nothing. Main and final branches are never folded. With ``inherit``, the
+    map of the layer's first gate, a position may be folded only where that map folds it; without ``retest`` it is
+    folded exactly there. Kept positions get a row of ``out`` (cleared before) and their RMSNorm in ``normed_RE``.
+
+    Positions at or beyond ``length_S`` (int64; None: T) are left out: they have no row, their stream is undefined.
+    """
+    num_slots, num_branches, block = branches.tokens_SBT.shape
+    width = source_XE.shape[1]
+    parts = addend.parts_KRE if addend else None
+    added = addend.rows if addend else None
+    assert source_XE.data_ptr() != stream_NE.data_ptr()
+    for tensor in (source_XE, stream_NE, normed_RE, *(() if parts is None else (parts,))):
+        assert tensor.is_contiguous()
+    num_positions = len(branches.slot_A) * block
+    folds = delta >= 0 and num_branches > 1
+    # Where a tensor is not needed another one stands in for it.
+    _gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
+        source_XE,
+        source_XE if parts is None else parts,
+        added.keep_ST if added else out.keep_ST,
+        added.row_SBT if added else out.row_SBT,
+        branches.tokens_SBT,
+        branches.kind_SB,
+        branches.index_SB,
+        branches.num_live_1,
+        branches.slot_A,
+        branches.branch_A,
+        branches.parent_B,
+        branches.ancestors_B,
+        branches.start_S if length_S is None else length_S,
+        inherit.keep_ST if inherit else out.keep_ST,
+        norm_weight_E,
+        stream_NE,
+        normed_RE,
+        out.keep_ST,
+        out.row_SBT,
+        out.count_1,
+        out.position_R,
+        out.slot_count_S,
+        out.slot_rows_SX,
+        eps,
+        delta * delta,
+        0 if parts is None else parts.shape[1],
+        num_branches,
+        num_positions,
+        out.slot_rows_SX.shape[1],
+        T=block,
+        E=width,
+        K=0 if parts is None else parts.shape[0],
+        BY_TOKEN=by_token,
+        MAPPED=added is not None,
+        HAS_LENGTH=length_S is not None,
+        INHERITS=folds and inherit is not None,
+        TESTS=folds and (inherit is None or retest),
+        ONE_SLOT=num_slots == 1,
+        **row_config(width),
+    )
+
+
+@triton.jit
+def _gate_kernel(
+    p_source,
+    p_parts,
+    p_added_keep,
+    p_added_row,
+    p_tokens,
+    p_kind,
+    p_index,
+    p_num_live,
+    p_slot,
+    p_branch,
+    p_parent,
+    p_ancestors,
+    p_length,
+    p_inherit_keep,
+    p_weight,
+    p_stream,
+    p_normed,
+    p_keep,
+    p_row,
+    p_count,
+    p_position,
+    p_slot_count,
+    p_slot_rows,
+    eps,
+    delta_squared,
+    num_rows,
+    num_branches,
+    num_positions,
+    num_slot_rows,
+    T: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    MAPPED: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
+    INHERITS: tl.constexpr,
+    TESTS: tl.constexpr,
+    ONE_SLOT: tl.constexpr,
+    BE: tl.constexpr,
+):
+    o_e = tl.arange(0, BE)
+    m_e = o_e < E
+    num_live = tl.load(p_num_live)
+    # Bounded by the room and not by the list's length: the first loads need not wait for it.
+    for i_p in range(tl.program_id(0), num_positions, tl.num_programs(0)):
+        i_t = i_p % T
+        i_slot, i_branch = tl.load(p_slot + i_p // T), tl.load(p_branch + i_p // T)
+        live = i_p // T < num_live
+        if HAS_LENGTH:
+            live = live & (i_t < tl.load(p_length + tl.where(live, i_slot, 0)))
+        if live:
+            i_table = (i_slot * num_branches + i_branch) * T + i_t
+            i_ancestors = tl.load(p_ancestors + i_branch)
+            i_source, i_part = i_p, i_p
+            if BY_TOKEN:
+                i_source = tl.load(p_tokens + i_table)
+            if MAPPED:
+                i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T)
+            fold = False
+            if INHERITS or TESTS:
+                fold = (i_branch > 0) & (tl.load(p_kind + i_table // T) == _DENOISE)
+            if INHERITS:
+                fold = fold & (((tl.load(p_inherit_keep + i_slot * T + i_t) >> i_branch) & 1) == 0)
+            b_x = stream_row(p_source, i_source, p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+            if TESTS:
+                # Masked and not branched over: the parent's row is on its way together with the branch's own.
+                i_above = i_slot * num_branches + tl.load(p_parent + i_branch)
+                i_source = tl.load(p_index + i_above) * T + i_t
+                i_part = i_source
+                if BY_TOKEN:
+                    i_source = tl.load(p_tokens + i_above * T + i_t)
+                if MAPPED:
+                    # A branch's ancestors are its parent's and itself. (Of main branches this makes none, hence row 0.)
+                    i_ancestors = i_ancestors ^ (tl.full([], 1, tl.int64) << i_branch)
+                    i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T)
+                m_parent = o_e < tl.where(fold, E, 0)
+                b_parent = stream_row(p_source, i_source, p_parts, i_part, num_rows, o_e, m_parent, E, K)  # [BE]
+                fold = fold & _is_near(b_x, b_parent, delta_squared)
+            tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(p_stream.dtype.element_ty), mask=m_e)
+            if not fold:
+                b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
+                i_row = tl.atomic_add(p_count, 1, sem="relaxed")
+                i_in_slot = i_row
+                if ONE_SLOT:
+                    tl.atomic_add(p_slot_count, 1, sem="relaxed")
+                else:
+                    i_in_slot = tl.atomic_add(p_slot_count + i_slot, 1, sem="relaxed")
+                tl.store(p_slot_rows + i_slot * num_slot_rows + i_in_slot, i_row)
+                tl.atomic_or(p_keep + i_slot * T + i_t, tl.full([], 1, tl.int64) << i_branch, sem="relaxed")
+                tl.store(p_row + i_table, i_row)
+                tl.store(p_position + i_row, i_p)
+                b_normed = rms_norm_row(b_x, b_weight, eps, p_normed.dtype.element_ty, E)
+                tl.store(p_normed + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)
+
+
+@triton.jit
+def _is_near(b_x, b_parent, delta_squared):
+    """Whether the residual against the parent folds; not where it is NaN."""
+    b_residual = b_x - b_parent
+    return tl.sum(b_residual * b_residual, axis=0) <= delta_squared * tl.sum(b_parent * b_parent, axis=0)
+
+
+def gate_rows_reference(
+    source_XE: torch.Tensor,
+    by_token: bool,
+    addend: Addend | None,
+    branches: Branches,
+    norm_weight_E: torch.Tensor,
+    eps: float,
+    delta: float,
+    inherit: RowMap | None,
+    retest: bool,
+    stream_NE: torch.Tensor,
+    out: RowMap,
+    normed_RE: torch.Tensor,
+    length_S: torch.Tensor | None = None,
+) -> None:
+    """The same in plain torch; rows stand in the order of the list."""
+    block = branches.tokens_SBT.shape[2]
+    position = torch.arange(int(branches.num_live_1) * block, device=stream_NE.device)
+    if length_S is not None:
+        position = position[position % block < length_S[branches.slot_A[position // block].long()]]
+    a, t = position // block, position % block
+    slot, branch = branches.slot_A[a].long(), branches.branch_A[a].long()
+
+    def stream(position_N: torch.Tensor, branch_N: torch.Tensor) -> torch.Tensor:
+        stored = source_XE[branches.tokens_SBT[slot, branch_N, t] if by_token else position_N]
+        return stream_rows(stored, addend, branches, position_N)
+
+    x = stream(position, branch)
+    stream_NE[position] = x
+
+    fold = (branch > 0) & (branches.kind_SB[slot, branch] == DENOISE) & (delta >= 0)
+    if inherit is not None:
+        fold &= (inherit.keep_ST[slot, t] >> branch & 1) == 0
+    if inherit is None or retest:
+        parent = branches.parent_B[branch].long()
+        above = stream(branches.index_SB[slot, parent].long() * block + t, parent).float()
+        residual = (x.float() - above).square().sum(-1)
+        fold &= residual <= delta * delta * above.square().sum(-1)
+    kept = ~fold
+    _place_rows(out, position[kept], slot[kept], branch[kept], t[kept])
+    row = out.row_SBT[slot[kept], branch[kept], t[kept]].long()
+    normed_RE[row] = rms_norm(x[kept], norm_weight_E, eps)
+
+
+def _place_rows(
+    out: RowMap, position_N: torch.Tensor, slot_N: torch.Tensor, branch_N: torch.Tensor, t_N: torch.Tensor
+) -> None:
+    """Appends rows for kept positions."""
+    row = int(out.count_1) + torch.arange(len(position_N), device=position_N.device)
+    # Each branch sets its own bit, once: the sum is the union.
+    out.keep_ST.index_put_((slot_N, t_N), torch.ones_like(branch_N) << branch_N, accumulate=True)
+    out.row_SBT[slot_N, branch_N, t_N] = row.int()
+    out.position_R[row] = position_N.int()
+    out.count_1.add_(len(row))
+    for s in slot_N.unique().tolist():
+        mine = row[slot_N == s].int()
+        have = int(out.slot_count_S[s])
+        out.slot_rows_SX[s, have : have + len(mine)] = mine
+        out.slot_count_S[s] += len(mine)

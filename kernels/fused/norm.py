@@ -1,0 +1,106 @@
+"""Final norm of the positions that the LM head needs.
+
+D head rows, N list positions, E hidden width, K partial sums, T block positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.fused.layout import Addend, Branches, HeadRows
+from kernels.fused.residual import MAX_PROGRAMS, rms_norm_row, row_config, source_row, stream_row, stream_rows
+from kernels.norm import rms_norm
+
+
+def head_norm(
+    stream_NE: torch.Tensor,
+    addend: Addend,
+    branches: Branches,
+    rows: HeadRows,
+    norm_weight_E: torch.Tensor,
+    eps: float,
+    out_DE: torch.Tensor,
+) -> None:
+    """Writes the normed last hidden state of every head row d < ``rows.count_1`` to ``out_DE[d]``.
+
+    The hidden state is the stream plus the last layer's addend, rounded to the stream's dtype.
+    """
+    num_parts, num_rows, width = addend.parts_KRE.shape
+    for tensor in (stream_NE, addend.parts_KRE, out_DE):
+        assert tensor.is_contiguous()
+    added = addend.rows
+    _head_norm_kernel[(min(len(out_DE), MAX_PROGRAMS),)](
+        stream_NE,
+        addend.parts_KRE,
+        added.keep_ST if added else stream_NE,
+        added.row_SBT if added else stream_NE,
+        branches.slot_A,
+        branches.branch_A,
+        branches.ancestors_B,
+        rows.count_1,
+        rows.hidden_D,
+        norm_weight_E,
+        out_DE,
+        eps,
+        num_rows,
+        len(branches.parent_B),
+        T=branches.tokens_SBT.shape[2],
+        E=width,
+        K=num_parts,
+        MAPPED=added is not None,
+        **row_config(width),
+    )
+
+
+@triton.jit
+def _head_norm_kernel(
+    p_stream,
+    p_parts,
+    p_keep,
+    p_map,
+    p_slot,
+    p_branch,
+    p_ancestors,
+    p_count,
+    p_hidden,
+    p_weight,
+    p_out,
+    eps,
+    num_rows,
+    num_branches,
+    T: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    MAPPED: tl.constexpr,
+    BE: tl.constexpr,
+):
+    o_e = tl.arange(0, BE)
+    m_e = o_e < E
+    b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
+    for i_row in range(tl.program_id(0), tl.load(p_count), tl.num_programs(0)):
+        i_p = tl.load(p_hidden + i_row)
+        i_part = i_p
+        if MAPPED:
+            i_slot, i_branch = tl.load(p_slot + i_p // T), tl.load(p_branch + i_p // T)
+            i_part = source_row(p_keep, p_map, tl.load(p_ancestors + i_branch), i_slot, i_p % T, num_branches, T)
+        b_x = stream_row(p_stream, i_p, p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+        b_normed = rms_norm_row(b_x, b_weight, eps, p_out.dtype.element_ty, E)
+        tl.store(p_out + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)
+
+
+def head_norm_reference(
+    stream_NE: torch.Tensor,
+    addend: Addend,
+    branches: Branches,
+    rows: HeadRows,
+    norm_weight_E: torch.Tensor,
+    eps: float,
+    out_DE: torch.Tensor,
+) -> None:
+    """The same in plain torch."""
+    count = int(rows.count_1)
+    position = rows.hidden_D[:count].long()
+    hidden = stream_rows(stream_NE[position], addend, branches, position)
+    out_DE[:count] = rms_norm(hidden, norm_weight_E, eps)

@@ -1,0 +1,92 @@
+"""Reading the residual stream: a position's value is what is stored plus the output of the projection before.
+
+The value is not stored where it is only compared with, so whoever needs it computes it by the same operations from the
+same inputs: equal states have equal bits. p list positions, S slots, B branches, T block positions, E hidden width,
+K partial sums.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.fused.layout import Addend, Branches, RowMap
+
+MAX_PROGRAMS = 2048
+"""Programs of a row-wise launch; each walks over its rows in strides. More would only cost time to exit again: counts
+live on the device, and a launch is made for the largest."""
+
+
+def row_config(width: int) -> dict[str, int | bool]:
+    """Tile and warps for one row of ``width``: they fix the order of its sums, so they depend on nothing else.
+
+    8 elements a thread, up to 512 threads. Multiply-adds stay unfused, so that each specialisation of a kernel rounds
+    alike.
+    """
+    block = max(triton.next_power_of_2(width), 32)
+    return {"BE": block, "num_warps": min(max(block // 256, 1), 16), "enable_fp_fusion": False}
+
+
+@triton.jit
+def highest_bit(i_bits):
+    """Number of the highest bit that is set in a positive int64; 0 for 0."""
+    i_bit = (i_bits * 0).to(tl.int32)
+    for step in tl.static_range(6):
+        shift = 32 >> step
+        i_upper = i_bits >> shift
+        i_bit += tl.where(i_upper != 0, shift, 0)
+        i_bits = tl.where(i_upper != 0, i_upper, i_bits)
+    return i_bit
+
+
+@triton.jit
+def source_row(p_keep, p_row, i_ancestors, i_slot, i_t, num_branches, T: tl.constexpr):
+    """Row that serves block position t of the branch with these ancestors."""
+    i_branch = highest_bit(tl.load(p_keep + i_slot * T + i_t) & i_ancestors)
+    return tl.load(p_row + (i_slot * num_branches + i_branch) * T + i_t)
+
+
+@triton.jit
+def stream_row(p_source, i_source, p_parts, i_part, num_rows, o_e, m_e, E: tl.constexpr, K: tl.constexpr):
+    """Stored row plus the sum of the K parts, rounded to the stream's dtype; returned in float32."""
+    b_x = tl.load(p_source + tl.cast(i_source, tl.int64) * E + o_e, mask=m_e, other=0.0).to(tl.float32)  # [BE]
+    if K > 0:
+        i_part = tl.cast(i_part, tl.int64)
+        b_sum = tl.load(p_parts + i_part * E + o_e, mask=m_e, other=0.0)  # [BE]
+        for k in tl.static_range(1, K):
+            b_sum += tl.load(p_parts + (i_part + k * num_rows) * E + o_e, mask=m_e, other=0.0)
+        b_x += b_sum
+    return b_x.to(p_source.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def rms_norm_row(b_x, b_weight, eps, dtype, E: tl.constexpr):
+    """RMSNorm of a row. Rounded before the weight and after it, as the official models do."""
+    b_normed = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / E + eps)
+    return (b_normed.to(dtype).to(tl.float32) * b_weight.to(tl.float32)).to(dtype)
+
+
+def source_rows(rows: RowMap, branches: Branches, position_N: torch.Tensor) -> torch.Tensor:
+    """Rows that serve list positions, int64 [N]; the torch counterpart of ``source_row``."""
+    block = branches.tokens_SBT.shape[2]
+    a, t = position_N // block, position_N % block
+    slot, branch = branches.slot_A[a].long(), branches.branch_A[a].long()
+    kept = rows.keep_ST[slot, t] & branches.ancestors_B[branch]
+    nearest = torch.zeros_like(branch)
+    for n in range(len(branches.parent_B)):
+        nearest = torch.where((kept >> n & 1).bool(), n, nearest)
+    return rows.row_SBT[slot, nearest, t].long()
+
+
+def stream_rows(
+    stored_NE: torch.Tensor, addend: Addend | None, branches: Branches, position_N: torch.Tensor
+) -> torch.Tensor:
+    """Residual stream at list positions whose stored rows are given, [N, E]; the counterpart of ``stream_row``."""
+    if addend is None:
+        return stored_NE
+    row_N = position_N if addend.rows is None else source_rows(addend.rows, branches, position_N)
+    first, *others = addend.parts_KRE[:, row_N].unbind(0)
+    for part in others:
+        first = first + part
+    return (stored_NE.float() + first).to(stored_NE.dtype)

@@ -1,0 +1,176 @@
+"""Queries, keys and values of recomputed rows: sum of the projection's parts, bias, rotary embedding.
+
+R rows, K partial sums, H/G query/key-value heads, D head width, N = (H + 2G) * D, P positions, A listed branches,
+T block positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.fused.layout import Branches, RowMap
+from kernels.fused.residual import MAX_PROGRAMS
+from kernels.rope import apply_rope
+
+
+def rope_rows(
+    parts_KRN: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    rows: RowMap,
+    branches: Branches,
+    cos_PD: torch.Tensor,
+    sin_PD: torch.Tensor,
+    query_scale_P: torch.Tensor,
+    q_RHD: torch.Tensor,
+    k_RGD: torch.Tensor,
+    v_RGD: torch.Tensor,
+) -> None:
+    """Writes q, k and v of the rows below ``rows.count_1``.
+
+    The float32 parts are added in order, then the bias; the sum is rounded to the output's dtype (what a projection
+    returns), then rotated by halves and, for queries, scaled in float32, and rounded again at the end. A row's
+    position is ``start_S`` of its slot plus t; the tables, in any dtype, are read at it.
+    """
+    num_parts, num_rows, _ = parts_KRN.shape
+    num_heads, num_kv_heads, head_dim = q_RHD.shape[1], k_RGD.shape[1], q_RHD.shape[2]
+    all_heads = num_heads + 2 * num_kv_heads
+    for tensor in (parts_KRN, cos_PD, sin_PD, q_RHD, k_RGD, v_RGD):
+        assert tensor.is_contiguous()
+    # Few rows: small tiles, so that they fill the chip. Elementwise, so the choice does not show in the bits.
+    heads_per_tile = 4 if num_rows * all_heads <= 4 * MAX_PROGRAMS else 16
+    heads_per_tile = min(heads_per_tile, triton.next_power_of_2(all_heads))
+    _rope_kernel[(min(num_rows * triton.cdiv(all_heads, heads_per_tile), MAX_PROGRAMS),)](
+        parts_KRN,
+        parts_KRN if bias_N is None else bias_N,
+        rows.count_1,
+        rows.position_R,
+        branches.slot_A,
+        branches.start_S,
+        cos_PD,
+        sin_PD,
+        query_scale_P,
+        q_RHD,
+        k_RGD,
+        v_RGD,
+        num_rows,
+        T=branches.tokens_SBT.shape[2],
+        K=num_parts,
+        H=num_heads,
+        G=num_kv_heads,
+        D=head_dim,
+        BH=heads_per_tile,
+        BD=triton.next_power_of_2(head_dim // 2),
+        BIAS=bias_N is not None,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _sum_parts(p_parts, p_bias, i_row, o_n, m_n, num_rows, dtype, K: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
+    """Output of the projection at columns o_n of a row, rounded to ``dtype``, in float32."""
+    i_row = tl.cast(i_row, tl.int64)
+    b_x = tl.load(p_parts + i_row * N + o_n, mask=m_n, other=0.0)
+    for k in tl.static_range(1, K):
+        b_x += tl.load(p_parts + (i_row + k * num_rows) * N + o_n, mask=m_n, other=0.0)
+    if BIAS:
+        b_x += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+    return b_x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _store_heads(p_out, i_row, o_h, m_h, o_d, m_d, b_x, heads: tl.constexpr, D: tl.constexpr):
+    """Stores [BH, BD] to those heads of a row that lie in 0 <= h < heads."""
+    o_x = tl.cast(i_row, tl.int64) * (heads * D) + o_h[:, None] * D + o_d[None, :]
+    inside = m_h & (o_h >= 0) & (o_h < heads)
+    tl.store(p_out + o_x, b_x.to(p_out.dtype.element_ty), mask=inside[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _rope_kernel(
+    p_parts,
+    p_bias,
+    p_count,
+    p_position,
+    p_slot,
+    p_start,
+    p_cos,
+    p_sin,
+    p_scale,
+    p_q,
+    p_k,
+    p_v,
+    num_rows,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BH: tl.constexpr,
+    BD: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    NUM_TILES: tl.constexpr = (H + 2 * G + BH - 1) // BH
+    HALF: tl.constexpr = D // 2
+    N: tl.constexpr = (H + 2 * G) * D
+    dtype = p_q.dtype.element_ty
+    o_d = tl.arange(0, BD)
+    m_d = o_d < HALF
+    for i_tile in range(tl.program_id(0), tl.load(p_count) * NUM_TILES, tl.num_programs(0)):
+        i_row = i_tile // NUM_TILES
+        o_h = (i_tile % NUM_TILES) * BH + tl.arange(0, BH)
+        m_h = o_h < H + 2 * G
+        o_n = o_h[:, None] * D + o_d[None, :]  # [BH, BD]
+        m_n = m_h[:, None] & m_d[None, :]
+        b_first = _sum_parts(p_parts, p_bias, i_row, o_n, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
+        b_second = _sum_parts(p_parts, p_bias, i_row, o_n + HALF, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
+
+        i_p = tl.load(p_position + i_row)
+        position = tl.load(p_start + tl.load(p_slot + i_p // T)) + i_p % T
+        o_table = position * D + o_d
+        b_cos1 = tl.load(p_cos + o_table, mask=m_d, other=0.0).to(tl.float32)[None, :]  # [1, BD]
+        b_sin1 = tl.load(p_sin + o_table, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_cos2 = tl.load(p_cos + o_table + HALF, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_sin2 = tl.load(p_sin + o_table + HALF, mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_turned1 = b_first * b_cos1 - b_second * b_sin1  # [BH, BD]
+        b_turned2 = b_second * b_cos2 + b_first * b_sin2
+        scale = tl.load(p_scale + position).to(tl.float32)
+
+        _store_heads(p_q, i_row, o_h, m_h, o_d, m_d, b_turned1 * scale, H, D)
+        _store_heads(p_q, i_row, o_h, m_h, o_d + HALF, m_d, b_turned2 * scale, H, D)
+        _store_heads(p_k, i_row, o_h - H, m_h, o_d, m_d, b_turned1, G, D)
+        _store_heads(p_k, i_row, o_h - H, m_h, o_d + HALF, m_d, b_turned2, G, D)
+        _store_heads(p_v, i_row, o_h - H - G, m_h, o_d, m_d, b_first, G, D)
+        _store_heads(p_v, i_row, o_h - H - G, m_h, o_d + HALF, m_d, b_second, G, D)
+
+
+def rope_rows_reference(
+    parts_KRN: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    rows: RowMap,
+    branches: Branches,
+    cos_PD: torch.Tensor,
+    sin_PD: torch.Tensor,
+    query_scale_P: torch.Tensor,
+    q_RHD: torch.Tensor,
+    k_RGD: torch.Tensor,
+    v_RGD: torch.Tensor,
+) -> None:
+    """The same in plain torch."""
+    count, block, dtype = int(rows.count_1), branches.tokens_SBT.shape[2], q_RHD.dtype
+    total, *others = parts_KRN[:, :count].unbind(0)
+    for part in others:
+        total = total + part
+    if bias_N is not None:
+        total = total + bias_N.float()
+    head_dim = q_RHD.shape[2]
+    heads = total.to(dtype).float().view(count, q_RHD.shape[1] + 2 * k_RGD.shape[1], head_dim)
+    q, k, v = heads.split((q_RHD.shape[1], k_RGD.shape[1], v_RGD.shape[1]), dim=1)
+    p = rows.position_R[:count].long()
+    position = branches.start_S[branches.slot_A[p // block].long()] + p % block
+    cos, sin = cos_PD[position].float(), sin_PD[position].float()
+    q_RHD[:count] = (apply_rope(q, cos, sin) * query_scale_P[position].float()[:, None, None]).to(dtype)
+    k_RGD[:count] = apply_rope(k, cos, sin).to(dtype)
+    v_RGD[:count] = v.to(dtype)
