@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.fused.layout import FINAL, Branches, RowMap
-from kernels.fused.prefix_attention import PrefixState
+from kernels.fused.prefix_state import PrefixState, padded_width
 from kernels.fused.softmax import add_keys
 
 QUERY_TILE = {torch.bfloat16: 32, torch.float32: 16}
@@ -159,7 +159,7 @@ def block_attention(
         LIMITED=length_S is not None,
         BM=query_tile,
         BN=min(KEY_TILE, max(16, triton.next_power_of_2(block))),
-        BD=max(16, triton.next_power_of_2(head_dim)),
+        BD=padded_width(head_dim),
         num_warps=NUM_WARPS[q_RHD.dtype],
         num_stages=1,
     )

@@ -12,78 +12,18 @@ Scores are in base 2: ``scale * log2(e)`` times the product.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.fused.layout import RowMap
+from kernels.fused.prefix_state import MAX_CHUNKS, MIN_CHUNK, QUERY_TILE, ChunkStates, PrefixState, padded_width
 from kernels.fused.softmax import add_keys, merge_keys, no_keys
 
-MAX_CHUNKS = 8
-"""Merging costs a program about as much per chunk as 64 keys do, so more chunks would not end sooner."""
-MIN_CHUNK = 128
-"""Chunks are multiples of it; a multiple of every key tile."""
-QUERY_TILE = {torch.bfloat16: 64, torch.float32: 16}
 KEY_TILE = {torch.bfloat16: 64, torch.float32: 32}
-TARGET_PROGRAMS = 8 * 132
-"""Beyond about this many, programs take several query tiles instead: those that find no row cost their launch."""
-
-
-def chunk_keys(prefix_len: int) -> int:
-    """Keys of one chunk. The kernel computes the same."""
-    return MIN_CHUNK * max(1, -(-prefix_len // (MAX_CHUNKS * MIN_CHUNK)))
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkStates:
-    """Scratch: the chunks' states before they are merged. N query tiles of M queries, slot by slot and head by head."""
-
-    m_NCM: torch.Tensor
-    l_NCM: torch.Tensor
-    acc_NCMD: torch.Tensor
-    """With padded head width."""
-    arrived_N: torch.Tensor
-    """int32: how many of a tile's chunks are there; zero between calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixState:
-    """Softmax over the prefix before normalisation, float32. Undefined for rows whose prefix is empty.
-
-    ``l = sum(2 ** (score - m))`` and ``acc = sum(2 ** (score - m) * v)``, with scores and m in base 2.
-    """
-
-    m_RH: torch.Tensor
-    l_RH: torch.Tensor
-    acc_RHD: torch.Tensor
-    chunks: ChunkStates | None
-    """None: one program computes all chunks of a row. The result is the same."""
-
-    @classmethod
-    def allocate(cls, q_RHD: torch.Tensor, num_kv: int, num_slots: int, room: int, split: bool) -> PrefixState:
-        """State for rows like ``q``, ``room`` of them a slot.
-
-        ``split`` is worth it for few slots (fewer query tiles than processors); its scratch is ``MAX_CHUNKS`` states.
-        """
-        num_rows, num_heads, head_dim = q_RHD.shape
-
-        def floats(*shape: int) -> torch.Tensor:
-            return q_RHD.new_empty(shape, dtype=torch.float32)
-
-        chunks = None
-        if split:
-            tile = QUERY_TILE[q_RHD.dtype]
-            num_tiles = num_slots * num_kv * triton.cdiv(room * (num_heads // num_kv), tile)
-            shape = (num_tiles, MAX_CHUNKS, tile)
-            arrived_N = q_RHD.new_zeros(num_tiles, dtype=torch.int32)
-            chunks = ChunkStates(floats(*shape), floats(*shape), floats(*shape, _padded(head_dim)), arrived_N)
-        return cls(floats(num_rows, num_heads), floats(num_rows, num_heads), floats(*q_RHD.shape), chunks)
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+MAX_PROGRAMS = {True: 2 * 132, False: 8 * 132}
+"""With chunks side by side as many as run at once on 132 processors; else more, for what they do differs in length."""
 
 
 @triton.jit
@@ -126,36 +66,59 @@ def _store_chunk(p_m, p_l, p_acc, i_state, b_m, b_l, b_acc, BM: tl.constexpr, BD
 
 
 @triton.jit
-def _merge_chunks(p_m, p_l, p_acc, i_state, num_chunks, BM: tl.constexpr, BD: tl.constexpr):
+def _load_chunk(p_m, p_l, p_acc, i_state, BM: tl.constexpr, BD: tl.constexpr):
     o_m, o_d = tl.arange(0, BM), tl.arange(0, BD)
-    b_m, b_l, b_acc = no_keys(BM, BD)
-    for i in range(i_state, i_state + num_chunks):
-        b_m_next = tl.load(p_m + i * BM + o_m)
-        b_l_next = tl.load(p_l + i * BM + o_m)
-        b_acc_next = tl.load(p_acc + i * (BM * BD) + o_m[:, None] * BD + o_d[None, :])
-        b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, b_m_next, b_l_next, b_acc_next)
-    return b_m, b_l, b_acc
+    b_acc = tl.load(p_acc + i_state * (BM * BD) + o_m[:, None] * BD + o_d[None, :])  # [BM, BD]
+    return tl.load(p_m + i_state * BM + o_m), tl.load(p_l + i_state * BM + o_m), b_acc
+
+
+@triton.jit
+def _merge_chunks(p_m, p_l, p_acc, i_state, num_chunks, BM: tl.constexpr, BD: tl.constexpr):
+    """Merges the stored states of a tile, of which there are at least two; the next one is on its way meanwhile."""
+    b_m, b_l, b_acc = _load_chunk(p_m, p_l, p_acc, i_state, BM, BD)
+    b_m_next, b_l_next, b_acc_next = _load_chunk(p_m, p_l, p_acc, i_state + 1, BM, BD)
+    for i_c in range(2, num_chunks):
+        b_m_c, b_l_c, b_acc_c = b_m_next, b_l_next, b_acc_next
+        b_m_next, b_l_next, b_acc_next = _load_chunk(p_m, p_l, p_acc, i_state + i_c, BM, BD)
+        b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, b_m_c, b_l_c, b_acc_c)
+    return merge_keys(b_m, b_l, b_acc, b_m_next, b_l_next, b_acc_next)
+
+
+@triton.jit
+def _chunk_keys(length, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    return tl.maximum(tl.cdiv(length, CHUNKS * CHUNK), 1) * CHUNK
 
 
 @triton.jit
 def _prefix_kernel(
     p_q, p_k, p_v, p_m, p_l, p_acc, p_part_m, p_part_l, p_part_acc, p_arrived,
-    p_slot_rows, p_slot_count, p_page_table, p_prefix_len, scale_log2, room, num_pages, room_tiles,
+    p_slot_rows, p_slot_count, p_page_table, p_prefix_len, scale_log2, num_slots, room, num_pages, room_tiles,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr,
+    BS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    i_g, i_c, i_s = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1)
     GROUP: tl.constexpr = H // G
-    num_queries = tl.load(p_slot_count + i_s) * GROUP
-    length = tl.load(p_prefix_len + i_s).to(tl.int32)
-    chunk = tl.maximum(tl.cdiv(length, CHUNKS * CHUNK), 1) * CHUNK
-    num_chunks = tl.cdiv(length, chunk)
-    if i_c >= num_chunks:
-        return
-    p_pages = p_page_table + i_s.to(tl.int64) * num_pages
-    p_rows = p_slot_rows + i_s.to(tl.int64) * room
-    o_d = tl.arange(0, BD)
-    for i_m in range(tl.program_id(2), tl.cdiv(num_queries, BM), tl.num_programs(2)):
+    o_s, o_d = tl.arange(0, BS), tl.arange(0, BD)
+    # The work that there is, slot by slot, is dealt to the programs: hardly one is launched in vain.
+    b_queries = tl.load(p_slot_count + o_s, mask=o_s < num_slots, other=0) * GROUP
+    b_length = tl.load(p_prefix_len + o_s, mask=o_s < num_slots, other=0).to(tl.int32)
+    b_items = tl.where(b_length > 0, tl.cdiv(b_queries, BM) * G, 0)
+    if SPLIT:
+        b_items = b_items * tl.cdiv(b_length, _chunk_keys(b_length, CHUNKS, CHUNK))
+    b_end = tl.cumsum(b_items, 0)
+    for item in range(tl.program_id(0), tl.sum(b_items, 0), tl.num_programs(0)):
+        i_s = tl.sum((b_end <= item).to(tl.int32), 0)
+        i_item = item - tl.sum(tl.where(o_s < i_s, b_items, 0), 0)
+        num_queries = tl.load(p_slot_count + i_s) * GROUP
+        length = tl.load(p_prefix_len + i_s).to(tl.int32)
+        p_pages = p_page_table + i_s.to(tl.int64) * num_pages
+        p_rows = p_slot_rows + i_s.to(tl.int64) * room
+        chunk = _chunk_keys(length, CHUNKS, CHUNK)
+        num_chunks = tl.cdiv(length, chunk)
+        i_c = 0
+        if SPLIT:
+            i_c = i_item % num_chunks
+            i_item = i_item // num_chunks
+        i_g, i_m = i_item % G, i_item // G
         o_m = i_m * BM + tl.arange(0, BM)
         valid = o_m < num_queries
         b_row = tl.load(p_rows + o_m // GROUP, mask=valid, other=0).to(tl.int64)
@@ -213,11 +176,10 @@ def prefix_attention(
     split = state.chunks is not None
     # Without chunks the arguments of the scratch are never read.
     parts = state.chunks or ChunkStates(state.m_RH, state.l_RH, state.acc_RHD, rows.slot_count_S)
-    lanes = num_kv * (MAX_CHUNKS if split else 1)
     tiles = triton.cdiv(room * (num_heads // num_kv), query_tile)
     assert not split or num_slots * num_kv * tiles <= len(parts.arrived_N), "the state has no room for so many rows"
-    steps = min(tiles, max(1, TARGET_PROGRAMS // (lanes * num_slots)))
-    _prefix_kernel[(lanes, num_slots, steps)](
+    items = num_slots * num_kv * tiles * (MAX_CHUNKS if split else 1)
+    _prefix_kernel[(min(items, MAX_PROGRAMS[split]),)](
         q_RHD,
         k_PWGD,
         v_PWGD,
@@ -233,6 +195,7 @@ def prefix_attention(
         page_table_SP,
         prefix_len_S,
         scale * math.log2(math.e),
+        num_slots,
         room,
         page_table_SP.shape[1],
         tiles,
@@ -240,16 +203,15 @@ def prefix_attention(
         G=num_kv,
         D=head_dim,
         W=width,
+        BS=max(2, triton.next_power_of_2(num_slots)),
         BM=query_tile,
         BN=KEY_TILE[q_RHD.dtype],
-        BD=_padded(head_dim),
+        BD=padded_width(head_dim),
         CHUNKS=MAX_CHUNKS,
         CHUNK=MIN_CHUNK,
         SPLIT=split,
         num_warps=4,
-        # The table of pages is read a stage before the keys: 5 stages keep two tiles in flight, 3 leave room for two
-        # programs on a processor.
-        num_stages=5 if split else 3,
+        num_stages=3,
     )
 
 

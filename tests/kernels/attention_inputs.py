@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.fused.layout import DENOISE, FINAL, VOID, Branches, RowMap
-from kernels.fused.prefix_attention import PrefixState
+from kernels.fused.prefix_state import PrefixState
 from tests.kernels.fused_inputs import DEVICE, poisoned
 
 GARBAGE = 1 << 29

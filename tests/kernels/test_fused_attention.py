@@ -11,13 +11,8 @@ from kernels.attention import merge_block_attention
 from kernels.attention import prefix_attention as oracle_prefix_attention
 from kernels.fused.block_attention import block_attention, block_attention_reference
 from kernels.fused.layout import FINAL
-from kernels.fused.prefix_attention import (
-    MAX_CHUNKS,
-    PrefixState,
-    chunk_keys,
-    prefix_attention,
-    prefix_attention_reference,
-)
+from kernels.fused.prefix_attention import prefix_attention, prefix_attention_reference
+from kernels.fused.prefix_state import MAX_CHUNKS, PrefixState, chunk_keys
 from tests.kernels.attention_inputs import WIDTH, Inputs, Shape, make_inputs
 from tests.kernels.fused_inputs import DTYPES, TOLERANCE, on_gpu, relative_error
 
@@ -87,7 +82,7 @@ def check(x: Inputs, unit: int, length_S: torch.Tensor | None = None) -> None:
     ("prefix_lens", "shape"),
     [
         ([0, 31], Shape()),
-        ([1, 0, 300], Shape(num_heads=5, num_kv=1, head_dim=24)),
+        ([1, 0, 270], Shape(num_heads=5, num_kv=1, head_dim=24, num_branches=2)),
         ([0], Shape(num_heads=6, num_kv=2, head_dim=24, num_branches=1, block=16)),
         ([130], Shape(num_heads=7, num_kv=1, num_branches=5, block=4)),
         ([33], Shape(folded=1.0)),
@@ -108,12 +103,12 @@ def test_final_branches_have_their_own_mask(unit: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_positions_beyond_the_length_do_not_exist(dtype: torch.dtype) -> None:
     """Prefill: one final branch, longer than a tile of keys, whose end may be empty."""
-    shape = Shape(num_heads=2, num_kv=1, num_branches=1, block=72)
+    shape = Shape(num_heads=2, num_kv=1, num_branches=1, block=40)
     x = make_inputs([17], shape, dtype)
     x.branches.kind_SB.fill_(FINAL)
-    for length in (1, 33, 70, 72):
+    for length in (1, 33, 40):
         length_S = torch.tensor([length], device=x.q_RHD.device)
-        check(x, unit=8 if length == 70 else 1, length_S=length_S)
+        check(x, unit=8 if length == 33 else 1, length_S=length_S)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
