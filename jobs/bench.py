@@ -28,8 +28,8 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from specfold import ConfigError, DecodeConfig, Engine, ModelError, reference_models  # noqa: E402
+from specfold.benchmark.decoding import Measurement, compare  # noqa: E402
 from specfold.enlarge import enlarge  # noqa: E402
-from specfold.measure import Measurement, compare  # noqa: E402
 
 SIZES = {"bundled": {}, "wide": {"hidden_times": 3, "ffn_times": 2}}
 

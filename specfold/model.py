@@ -62,6 +62,11 @@ class LayerWeights:
     gate_up_2IE: torch.Tensor
     down_EI: torch.Tensor
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that are there."""
+        return [x for name in LayerWeights.__slots__ if (x := getattr(self, name)) is not None]
+
 
 @dataclass(slots=True)
 class Model:

@@ -46,8 +46,8 @@ class FusedBackend:
         positions = min(spec.context_length + rules.block_size, self.memory.num_pages * PAGE_SIZE)
         table = pages_for(positions)
         self.slots = SlotState.empty(setup.batch_size, rules.block_size, setup.num_top, table, 1, device)
-        self._step = FusedStep(ops, setup, self.pool, self.slots, positions)
-        self._prefill = FusedPrefill(ops, setup, self.pool, self._step, table, positions)
+        self.fused_step = FusedStep(ops, setup, self.pool, self.slots, positions)
+        self._prefill = FusedPrefill(ops, setup, self.pool, self.fused_step, table, positions)
         self._hosts = [Result.empty(setup.batch_size, rules.block_size, "cpu", device.type == "cuda") for _ in range(2)]
         self._in_flight: deque[_InFlight] = deque()
         self._number = 0
@@ -63,13 +63,13 @@ class FusedBackend:
     @torch.inference_mode()
     def open(self, slot: int, row: RowStart) -> RowReport | None:
         fill_slot(self.slots, slot, row)
-        self._step.counters.clear(slot)
+        self.fused_step.counters.clear(slot)
         draws = row.temperature > 0
         self._drawing[slot] = draws, draws and (row.top_k > 0 or row.top_p < 1)
-        self._step.prepare(*self._variant())
+        self.fused_step.prepare(*self._variant())
         first_new = len(row.prefill.prompt_ids) - row.prefill.length
         seeded = self._setup.rules.seeded and row.prefill.last_hidden_E is not None and not first_new
-        self._step.open_block(slot, self._prefill.seed(row.prefill, slot) if seeded else None)
+        self.fused_step.open_block(slot, self._prefill.seed(row.prefill, slot) if seeded else None)
         self._first_step[slot] = self._number
         return None
 
@@ -86,16 +86,16 @@ class FusedBackend:
     def close(self, slot: int) -> CounterCopy:
         self.slots.active_S[slot] = False
         del self._first_step[slot], self._drawing[slot]
-        return CounterCopy(self._step.counters, slot, bool(len(self._setup.graph)))
+        return CounterCopy(self.fused_step.counters, slot, bool(len(self._setup.graph)))
 
     def _variant(self) -> tuple[bool, bool]:
         """Whether any open row draws its tokens, and whether any does from a limited set."""
         return any(draws for draws, _ in self._drawing.values()), any(limits for _, limits in self._drawing.values())
 
     def _launch(self) -> None:
-        self._step.run(*self._variant())
+        self.fused_step.run(*self._variant())
         host = self._hosts[self._number % 2]
-        host.packed_SN.copy_(self._step.result.packed_SN, non_blocking=True)
+        host.packed_SN.copy_(self.fused_step.result.packed_SN, non_blocking=True)
         arrived = None
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()

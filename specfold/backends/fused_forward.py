@@ -106,6 +106,8 @@ class FusedForward:
         room = shape.num_branches * shape.block
         self._prefix = PrefixState.allocate(self._q, spec.num_kv_heads, shape.num_slots, room, split=rows <= SPLIT_ROWS)
         self._rope: tuple[torch.Tensor, ...] = ()
+        self.may_fold: RowMap | None = None
+        """Benches: a position may fold only where this map keeps no row; None leaves it to the gate."""
 
     def reserve_positions(self, num_positions: int) -> None:
         """Makes rotary tables for that many positions; graphs hold their addresses, so once is enough for a run."""
@@ -148,8 +150,8 @@ class FusedForward:
         k, v = self.k_LRGD[index], self.v_LRGD[index]
         gate = (spec.rms_eps, folding.delta)
         ops.gate_rows(
-            stream, addend is None, addend, branches, layer.attention_norm_E, *gate, None, False, entry, qkv_map,
-            self._normed, length_S,
+            stream, addend is None, addend, branches, layer.attention_norm_E, *gate, self.may_fold, True, entry,
+            qkv_map, self._normed, length_S,
         )  # fmt: skip
         parts = self._parts_for(layer.qkv_NE)
         ops.linear_rows(self._normed, layer.qkv_NE, qkv_map.count_1, 1, parts)

@@ -30,16 +30,16 @@ class FusedStep:
         device = model.device
         self._ops, self._setup, self._pool = ops, setup, pool
         self._state = slots
-        self._shape = step_shape(setup)
-        self.forward = FusedForward(ops, model, pool, self._shape)
+        self.shape = step_shape(setup)
+        self.forward = FusedForward(ops, model, pool, self.shape)
         self.forward.reserve_positions(num_positions)
         self.graph = graph_tensors(setup.graph, device)
         self.slots = _share(slots)
         self.sampling = Sampling(slots.temperature_S, slots.top_p_S, slots.top_k_S, slots.key_S2, slots.sample_S)
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=device)
-        num_slots, num_branches, block = self._shape.num_slots, self._shape.num_branches, self._shape.block
+        num_slots, num_branches, block = self.shape.num_slots, self.shape.num_branches, self.shape.block
         num_live, num_heads = torch.zeros(2, 1, dtype=torch.int32, device=device)
-        self._branches = empty_branches(self._shape, slots.start_S, self.graph, num_live)
+        self._branches = empty_branches(self.shape, slots.start_S, self.graph, num_live)
         self._head_rows = empty_head_rows(head_capacity(setup), num_heads)
         self._predictions = empty_predictions(num_slots * num_branches, block, setup.num_top, device)
         self._final_hidden_DE = torch.empty(
@@ -48,9 +48,14 @@ class FusedStep:
         self.result = Result.empty(num_slots, block, device)
         self._commit = Commit.empty(num_slots, device)
         self.counters = Counters.empty(num_slots, num_branches, model.spec.num_layers, self.graph.num_depths, device)
-        self._folding = Folding(config.fold_delta, config.ffn_gate)
+        self.folding = Folding(config.fold_delta, config.ffn_gate)
         self._mask_unit = mask_unit(rules.final_mask, block, block)
         self._replays: dict[tuple[bool, bool], Replay] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Branches that the last step computed; waits for it."""
+        return int(self._branches.num_live_1)
 
     def rules(self, sampled: bool) -> Rules:
         """The run's rules as the kernels take them."""
@@ -108,7 +113,7 @@ class FusedStep:
         head.count_1.zero_()
         control = (self.slots, self.graph, rules, self.stop_ids, branches)
         ops.build_branches(*control, head, predictions)
-        stream, addend = self.forward.run(branches, self._state.page_table_SP, self._folding, self._mask_unit)
+        stream, addend = self.forward.run(branches, self._state.page_table_SP, self.folding, self._mask_unit)
         ops.head_norm(stream, addend, branches, head, model.norm_E, model.spec.rms_eps, self._final_hidden_DE)
         ops.head_rows(
             self._final_hidden_DE,

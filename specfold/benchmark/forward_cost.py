@@ -1,0 +1,147 @@
+"""What a decoding step costs at a given shape, batch and number of drafts: the step that jobs run, timed as a graph.
+
+S slots, B branches, T block positions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from kernels.fused.layout import RowMap
+from specfold.backends.fused_backend import FusedBackend
+from specfold.backends.fused_step import FusedStep
+from specfold.benchmark.shapes import weight_floor_s
+from specfold.config import DecodeConfig, Mode
+from specfold.decoder import Decoder
+from specfold.engine import Engine
+from specfold.forward import Folding
+from specfold.request import Request
+
+WARM_STEPS = 2
+"""Steps after which every slot has a distribution to draft from."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Median time of one step of all slots, LM head and bookkeeping included."""
+
+    batch_size: int
+    drafts: int
+    fold_share: float | None
+    """Share of draft positions that were made to fold; None: dense verification."""
+    step_ms: float
+    spread_ms: float
+    """Distance of the quartiles."""
+    floor_ms: float
+    """Every weight read once."""
+    positions: int
+    """Positions of all computed branches."""
+    qkv_rows: float
+    """Rows that were recomputed, mean over layers."""
+    ffn_rows: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(self).items()}
+
+
+def measure_step(
+    engine: Engine, batch_size: int, drafts: int, fold_share: float | None, prompt_len: int, repeats: int
+) -> StepCost:
+    """Times steps of ``batch_size`` samples of one random prompt, always from the same state.
+
+    ``fold_share`` forces a pattern: each draft recomputes a window of positions, as if round a token just unmasked.
+    """
+    mode: Mode = "vanilla" if not drafts else "spiffy" if fold_share is None else "specfold"
+    config = DecodeConfig(mode=mode, drafts=drafts, max_new_tokens=96)
+    decoder = Decoder(engine, config, batch_size)
+    backend = decoder.backend
+    assert isinstance(backend, FusedBackend), "step costs are those of the fused backend"
+    step = backend.fused_step
+    if fold_share is not None and drafts:
+        force_folding(step, fold_share)
+    prompt = torch.randint(0, engine.vocab_size - 4, (prompt_len,), generator=torch.Generator().manual_seed(1)).tolist()
+    for sample in range(batch_size):
+        decoder.admit(Request(prompt, sample_id=sample))
+    while not all(row is not None and row.opened for row in decoder.rows):
+        decoder.prepare()
+    for _ in range(WARM_STEPS):
+        decoder.decode()
+    times = time_steps(step, repeats, engine.device)
+    rows = rows_of_step(step, engine.info.spec.num_layers)
+    quartiles = statistics.quantiles(times, n=4)
+    return StepCost(
+        batch_size=batch_size,
+        drafts=drafts,
+        fold_share=fold_share if drafts else None,
+        step_ms=statistics.median(times),
+        spread_ms=quartiles[2] - quartiles[0],
+        floor_ms=1e3 * weight_floor_s(engine.model),
+        positions=rows[0],
+        qkv_rows=rows[1],
+        ffn_rows=rows[2],
+    )
+
+
+def force_folding(step: FusedStep, share: float) -> None:
+    """From now on every draft recomputes a window of ``1 - share`` of its positions and folds the others."""
+    num_slots, num_branches, block = step.shape.num_slots, step.shape.num_branches, step.shape.block
+    width = round((1 - share) * block)
+    generator = torch.Generator().manual_seed(2)
+    first_SB = torch.randint(0, block, (num_slots, num_branches), generator=generator)
+    offset_SBT = (torch.arange(block) - first_SB[..., None]) % block
+    bits_SBT = (offset_SBT < width).long() << torch.arange(num_branches)[:, None]
+    keep_ST = bits_SBT.sum(1).to(step.result.packed_SN.device)
+    layer = step.forward.maps.of(0, 0)
+    step.forward.may_fold = RowMap(**{f.name: getattr(layer, f.name) for f in fields(RowMap)} | {"keep_ST": keep_ST})
+    # Any residual passes, so the pattern alone decides.
+    step.folding = Folding(1e9, step.folding.ffn_gate)
+
+
+def time_steps(step: FusedStep, repeats: int, device: torch.device) -> list[float]:
+    """Milliseconds of single steps, all from the present state."""
+    tensors = [getattr(step.slots, f.name) for f in fields(step.slots)]
+    kept = [tensor.clone() for tensor in tensors]
+
+    def restore() -> None:
+        for tensor, value in zip(tensors, kept, strict=True):
+            tensor.copy_(value)
+
+    def run() -> None:
+        step.run(False, False)
+
+    return _time_on_gpu(run, restore, repeats) if device.type == "cuda" else _time_on_cpu(run, restore, repeats)
+
+
+def _time_on_gpu(run: Callable[[], None], restore: Callable[[], None], repeats: int) -> list[float]:
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    restore()
+    run()
+    for start, end in events:
+        restore()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def _time_on_cpu(run: Callable[[], None], restore: Callable[[], None], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        restore()
+        start = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def rows_of_step(step: FusedStep, num_layers: int) -> tuple[int, float, float]:
+    """Computed positions of the last step, and its recomputed QKV and feed-forward rows, mean over layers."""
+    counts_K = step.forward.maps.counts_LKX[..., 0].sum(0).tolist()
+    return step.num_live * step.shape.block, counts_K[0] / num_layers, counts_K[1] / num_layers
