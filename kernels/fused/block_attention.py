@@ -17,6 +17,7 @@ import triton.language as tl
 
 from kernels.fused.layout import FINAL, Branches, RowMap
 from kernels.fused.prefix_state import PrefixState, padded_width
+from kernels.fused.residual import highest_bit
 from kernels.fused.softmax import add_keys
 
 QUERY_TILE = {torch.bfloat16: 32, torch.float32: 16}
@@ -24,17 +25,6 @@ QUERY_TILE = {torch.bfloat16: 32, torch.float32: 16}
 program's bytes belongs to its queries anyway."""
 KEY_TILE = 32
 NUM_WARPS = {torch.bfloat16: 2, torch.float32: 4}
-
-
-@triton.jit
-def _highest_bit(b_bits):
-    """Number of the highest bit of a non-negative int64; 0 for 0."""
-    b_place = tl.zeros_like(b_bits).to(tl.int32)
-    for i in tl.static_range(6):
-        b_high = b_bits >> (32 >> i)
-        b_place = tl.where(b_high != 0, b_place + (32 >> i), b_place)
-        b_bits = tl.where(b_high != 0, b_high, b_bits)
-    return b_place
 
 
 @triton.jit
@@ -46,7 +36,7 @@ def _keepers(p_keep, i_s, o_t, valid, T: tl.constexpr):
 @triton.jit
 def _source_rows(p_row, b_kept_ancestors, i_s, o_t, valid, B, T: tl.constexpr):
     """Row that serves each position of a branch: that of its nearest kept ancestor; 0 where not valid."""
-    b_branch = _highest_bit(b_kept_ancestors)
+    b_branch = highest_bit(b_kept_ancestors)
     return tl.load(p_row + (i_s * B + b_branch) * T + o_t, mask=valid, other=0).to(tl.int64)
 
 
