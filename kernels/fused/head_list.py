@@ -42,7 +42,7 @@ def list_head_rows(
 ):
     """Lists a slot's rows: needed masks of its branches, and what follows its final branches."""
     need = needed(masked, o_t, T, NUM_RANKS, GROUP, HAS_THRESHOLD) & (kind != _VOID)[:, None]  # [BB, BT]
-    after = need & (masked == 0)
+    after = need & (masked == 0)  # none
     if SEEDED:
         after = (kind == _FINAL)[:, None] & (o_t < T)[None, :] & (o_t >= (0 if VERIFY else T - 1))[None, :]
     wanted = (need | after).to(tl.int32)

@@ -9,9 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused.control import NEVER, Rules, Slots
-
-_NEVER = tl.constexpr(NEVER)
+from kernels.fused.control import Rules, Slots
 
 
 def open_block(

@@ -56,6 +56,7 @@ VARIANTS = {
     "nemotron": (rules(), CHAINS),
     "nemotron threshold, odd block": (rules(block=13, group=13, threshold=0.5, seeded=False), SETS),
     "no drafts": (rules(group=4), NO_DRAFTS),
+    "few ranks": (rules(group=4, shift=1), default_graph(2)),
     "sampled": (rules(group=4, sampled=True), CHAINS),
     "ar": (rules(block=1, group=1, verify=True), NO_DRAFTS),
     "linear_spec": (rules(threshold=0.0, verify=True), NO_DRAFTS),
@@ -107,9 +108,12 @@ def random_slots(seed: int, r: Rules, num_slots: int, num_top: int) -> Slots:
     first_new = torch.where(flip(0.5), 0, ints(0, max(block // 2, 1)))
     masked = flip(0.6, block) & flip(0.9)[:, None] & (offset >= first_new[:, None])
     masked[:, : int(r.seeded)] = False
-    state = torch.where(masked, MASK, torch.where(flip(0.02, block), 3, ints(12, MASK, block)))
+    special = torch.where(offset < first_new[:, None], flip(0.3, block), flip(0.04, block))
+    known = torch.where(special, torch.where(flip(0.5, block), 3, END_THINK), ints(12, MASK, block))
+    state = torch.where(masked, MASK, known)
     logprob = torch.randn(num_slots, block, num_top, generator=g).log_softmax(-1).sort(-1, descending=True).values
     logprob = logprob.round(decimals=1).masked_fill((~masked | flip(0.1, block))[..., None], -torch.inf)
+    logprob[..., 1:] = logprob[..., 1:].masked_fill(flip(0.1, block)[..., None], -torch.inf)
     start = ints(0, 50)
     limit = start + torch.where(flip(0.3), ints(1, block + 1), ints(1, 4 * block + 1))
     think = torch.where(flip(0.5), NEVER, start + ints(-block, 2 * block))
@@ -203,6 +207,7 @@ class Answers:
             expected = expected & torch.isfinite(logprob)
             token, confidence = torch.where(expected, guess, token), torch.where(expected, logprob.exp(), confidence)
         following = torch.where(flip(0.8, *shape), tokens_SBT.cpu().roll(-1, -1), ints(*shape))
+        following = torch.where(flip(0.1, *shape), 3, following)
         top_logprob = torch.randn(*shape, num_top, generator=g).sort(-1, descending=True).values
         top_token = torch.rand(*shape, MASK, generator=g).argsort(-1)[..., :num_top]
         answers = (token, confidence, top_token, top_logprob, following, flip(0.03, *shape[:2]).int())

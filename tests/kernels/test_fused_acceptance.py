@@ -9,7 +9,7 @@ import torch
 
 import specfold.step as engine
 from kernels.fused.acceptance import accept, accept_reference
-from kernels.fused.control import Commit, Counters, Graph, Result, Rules, Slots
+from kernels.fused.control import NEVER, Commit, Counters, Graph, Result, Rules, Slots
 from kernels.fused.drafting import build_branches_reference
 from kernels.fused.layout import VOID, Branches, Predictions
 from kernels.fused.opening import open_block, open_block_reference
@@ -136,6 +136,8 @@ def test_steps_are_those_of_the_torch_engine(accepter: str, variant: str, monkey
         oracle, fused = Oracle(slots, rules, oracle_graph), Fused(accepter, slots, graph)
         failed = torch.zeros(SLOTS, dtype=torch.bool, device=DEVICE)
         for step in range(STEPS):
+            if not oracle.slots.active_S.any():
+                break
             table = oracle.branches()
             branches, predictions, asked = fused.branches(rules)
             answers = Answers.random(100 * seed + step, fused.slots, branches.tokens_SBT)
@@ -223,6 +225,43 @@ def test_not_a_number_ends_the_row_alone() -> None:
     assert fused.result.flag("invalid").tolist() == [int(slot == 2) for slot in range(SLOTS)]
     assert not fused.slots.active_S[2]
     assert fused.commit.branch_S[2] == -1
+
+
+@pytest.mark.parametrize("accepter", ACCEPTERS)
+def test_nothing_of_an_invalid_row_is_committed(accepter: str) -> None:
+    fused = finished_block(accepter, [20] * 8, invalid=1)
+    assert fused.result.flag("invalid").tolist() == [1]
+    assert fused.commit.branch_S.tolist() == [-1]
+    assert fused.output == [[]]
+
+
+@pytest.mark.parametrize("accepter", ACCEPTERS)
+def test_an_end_of_thinking_in_the_prompt_ends_no_thinking(accepter: str) -> None:
+    for at, due in ((1, True), (4, False)):
+        tokens = [20] * 8
+        tokens[at] = END_THINK
+        fused = finished_block(accepter, tokens)
+        assert fused.commit.branch_S.tolist() == [0]
+        assert (fused.slots.state_ST[0, 3] == END_THINK) == due
+        assert (fused.slots.think_S[0] == NEVER) != due
+
+
+def finished_block(accepter: str, tokens: list[int], invalid: int = 0) -> Fused:
+    """A step of one row whose block is finished, two tokens of it prompt, its thinking due at offset 3 of the next."""
+    rules, drafts = VARIANTS["no drafts"]
+    graph, _ = graph_tensors(drafts)
+    slots = Slots.empty(1, 8, 0, DEVICE)
+    slots.active_S.fill_(True)
+    slots.state_ST[0] = torch.tensor(tokens, device=DEVICE)
+    for name, value in (("first_new_S", 2), ("start_S", 16), ("limit_S", 90), ("think_S", 27)):
+        getattr(slots, name).fill_(value)
+    fused = Fused(accepter, slots, graph)
+    branches, predictions, _ = fused.branches(rules)
+    answers = Answers.random(0, fused.slots, branches.tokens_SBT)
+    answers.next_SBT.fill_(20)
+    answers.invalid_SB.fill_(invalid)
+    fused.step(rules, branches, predictions, answers)
+    return fused
 
 
 @pytest.mark.parametrize("variant", ["fast", "nemotron threshold, odd block", "ar", "linear_spec"])
