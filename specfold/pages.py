@@ -30,6 +30,10 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
+    def num_pages(self) -> int:
+        return len(self._references)
+
+    @property
     def num_used(self) -> int:
         return len(self._references) - len(self._free)
 

@@ -39,9 +39,9 @@ class FusedStep:
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=device)
         num_slots, num_branches, block = self.shape.num_slots, self.shape.num_branches, self.shape.block
         num_live, num_heads = torch.zeros(2, 1, dtype=torch.int32, device=device)
-        self._branches = empty_branches(self.shape, slots.start_S, self.graph, num_live)
+        self.branches = empty_branches(self.shape, slots.start_S, self.graph, num_live)
         self._head_rows = empty_head_rows(head_capacity(setup), num_heads)
-        self._predictions = empty_predictions(num_slots * num_branches, block, setup.num_top, device)
+        self.predictions = empty_predictions(num_slots * num_branches, block, setup.num_top, device)
         self._final_hidden_DE = torch.empty(
             (head_capacity(setup), model.spec.hidden_size), dtype=model.dtype, device=device
         )
@@ -55,7 +55,7 @@ class FusedStep:
     @property
     def num_live(self) -> int:
         """Branches that the last step computed; waits for it."""
-        return int(self._branches.num_live_1)
+        return int(self.branches.num_live_1)
 
     def rules(self, sampled: bool) -> Rules:
         """The run's rules as the kernels take them."""
@@ -107,8 +107,8 @@ class FusedStep:
         self._ops.open_block(self.slots, self.rules(False), self.stop_ids, slot, seed_1)
 
     def _launch(self, sampled: bool, limited: bool, scratch: HeadScratch) -> None:
-        ops, setup, branches, head = self._ops, self._setup, self._branches, self._head_rows
-        model, rules, predictions = setup.model, self.rules(sampled), self._predictions
+        ops, setup, branches, head = self._ops, self._setup, self.branches, self._head_rows
+        model, rules, predictions = setup.model, self.rules(sampled), self.predictions
         branches.num_live_1.zero_()
         head.count_1.zero_()
         control = (self.slots, self.graph, rules, self.stop_ids, branches)

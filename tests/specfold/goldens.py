@@ -18,7 +18,8 @@ from tests.conftest import SHARED
 
 GOLDEN = SHARED / "golden"
 DEVICE = os.environ.get("SPECFOLD_TEST_DEVICE", "cpu")
-"""Tokens must be the official ones on any device."""
+BACKEND = os.environ.get("SPECFOLD_TEST_BACKEND", "torch")
+"""Tokens must be the official ones on any device, through either backend."""
 CASES = [
     "fast_dllm_v2/a_base",
     "fast_dllm_v2/b_tied",
@@ -50,7 +51,7 @@ class Case:
 
     def engine_for(self, stop: int) -> Engine:
         """The engine with another stop token."""
-        return Engine(self.engine.model, replace(self.engine.info, stop_token_ids=(stop,)), None)
+        return Engine(self.engine.model, replace(self.engine.info, stop_token_ids=(stop,)), None, BACKEND)
 
 
 @cache
@@ -60,7 +61,7 @@ def load_case(name: str) -> Case:
     engine = Engine.from_pretrained(folder, device=DEVICE, mask_token_id=data["mask_id"])
     # One case has a shorter context than its longest entries need; the official decoders do not check.
     spec = replace(engine.info.spec, context_length=4096)
-    engine = Engine(engine.model, replace(engine.info, spec=spec), None)
+    engine = Engine(engine.model, replace(engine.info, spec=spec), None, BACKEND)
     return Case(name, data, load_file(folder / "golden.safetensors"), engine)
 
 
@@ -110,8 +111,9 @@ def trace(engine: Engine, config: DecodeConfig, prompt_ids: list[int]) -> Trace:
     states: list[list[int]] = []
     while True:
         finished = decoder.prepare()
-        if not finished and bool(decoder.backend.slots.active_S[0]):
-            states.append(decoder.backend.slots.state_ST[0].tolist())
+        if not finished:
+            if bool(decoder.backend.slots.active_S[0]):
+                states.append(decoder.backend.slots.state_ST[0].tolist())
             finished = decoder.decode()
         if finished:
             return Trace(finished[0][1], states)
