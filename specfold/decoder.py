@@ -71,6 +71,7 @@ class Decoder:
                 mask_id=engine.mask_token_id,
                 stop_ids=engine.stop_token_ids,
                 vocab_size=engine.vocab_size,
+                context_length=engine.context_length,
             ),
         )
         self.rows: list[Row | None] = [None] * batch_size

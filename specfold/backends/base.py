@@ -31,6 +31,8 @@ class RunSetup:
     stop_ids: tuple[int, ...]
     vocab_size: int
     """Ids below it can be decoded to text; the head may be larger."""
+    context_length: int
+    """Prompt and new tokens together."""
 
     @property
     def num_top(self) -> int:

@@ -43,7 +43,7 @@ class FusedBackend:
         self._setup, self._device = setup, device
         self.memory = _plan(setup)
         self.pool = PagePool(spec, device, model.dtype, self.memory.num_pages, fixed=True)
-        positions = min(spec.context_length + rules.block_size, self.memory.num_pages * PAGE_SIZE)
+        positions = min(setup.context_length + rules.block_size, self.memory.num_pages * PAGE_SIZE)
         table = pages_for(positions)
         self.slots = SlotState.empty(setup.batch_size, rules.block_size, setup.num_top, table, 1, device)
         self.fused_step = FusedStep(ops, setup, self.pool, self.slots, positions)
@@ -135,7 +135,7 @@ def _plan(setup: RunSetup) -> MemoryPlan:
     model, rules = setup.model, setup.rules
     spec, item = model.spec, model.dtype.itemsize
     page_bytes = 2 * spec.num_layers * PAGE_SIZE * spec.num_kv_heads * spec.head_dim * item
-    longest = pages_for(spec.context_length + rules.block_size)
+    longest = pages_for(setup.context_length + rules.block_size)
     # A prompt's pages stand once more where its ragged end is copied.
     useful = setup.batch_size * (longest + 1)
     if model.device.type != "cuda":

@@ -122,7 +122,7 @@ def test_against_softmax(op) -> None:
             continue
         at = (target // BLOCK, target % BLOCK)
         assert got.token_AT[at] == tokens[row, 0]
-        assert got.confidence_AT[at] == pytest.approx(float(probability[row, tokens[row, 0]]), rel=1e-5)
+        assert float(got.confidence_AT[at]) == pytest.approx(float(probability[row, tokens[row, 0]]), rel=1e-5)
         assert torch.equal(got.top_token_ATJ[at], tokens[row, :4])
         assert torch.allclose(got.top_logprob_ATJ[at].double(), probability[row, tokens[row, :4]].log(), atol=1e-5)
     asked = case.rows.target_D[:20].long()

@@ -133,7 +133,7 @@ def test_all_lossless_modes_have_the_same_bits(family: str) -> None:
     prompts = [ids[: 5 + 3 * i] for i in range(6)]
     vanilla = DecodeConfig(mode="vanilla", max_new_tokens=64)
     want = confidences(engine, prompts, vanilla, 1)
-    assert len(want) >= 100
+    assert len(want) >= 40
     for config, batch in (
         (vanilla, 6),
         (replace(vanilla, mode="spiffy", drafts=8), 4),
@@ -142,7 +142,11 @@ def test_all_lossless_modes_have_the_same_bits(family: str) -> None:
     ):
         got = confidences(engine, prompts, config, batch)
         assert got.keys() <= want.keys()
-        assert all(torch.equal(value, want[key]) for key, value in got.items()), config
+        assert len(got) >= 20
+        for key, value in got.items():
+            # With drafts the head looks further ahead: the next group's masks too.
+            asked = want[key] > -torch.inf
+            assert torch.equal(value[asked], want[key][asked]), config
 
 
 def confidences(
