@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -17,9 +18,15 @@ class Replay:
         if device.type == "cuda":
             launch()
             torch.cuda.synchronize(device)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                launch()
+            # An older graph that the collector destroyed in the middle would spoil this one.
+            gc.collect()
+            gc.disable()
+            try:
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                    launch()
+            finally:
+                gc.enable()
 
     def __call__(self) -> None:
         if self._graph is None:
