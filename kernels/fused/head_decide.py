@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.fused.launch import wait_for_inputs
+
 
 @triton.jit
 def decide_rows(
@@ -39,14 +41,18 @@ def decide_rows(
     J: tl.constexpr,
     JP: tl.constexpr,
     C: tl.constexpr,
+    KEEP: tl.constexpr,
     SAMPLED: tl.constexpr,
     PLAIN: tl.constexpr,
     BV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     i_r = tl.program_id(0)
     i_d = start + i_r
     if i_d >= tl.load(p_count):
         return
+    target = tl.load(p_target + i_d)
     i_n = tl.arange(0, NT)
     o_stat = i_r * NUM_TILES + i_n
     b_best = tl.load(p_best + o_stat, mask=i_n < NUM_TILES, other=float("-inf"))  # [NT]
@@ -55,7 +61,13 @@ def decide_rows(
     best, i_tile = tl.max(b_best, axis=0, return_indices=True)
     offset = tl.maximum(best, mask_logit)
     total = offset + tl.log(tl.sum(b_sum * tl.exp(b_best - offset), axis=0) + tl.exp(mask_logit - offset))
-    token = tl.load(p_at + i_r * NUM_TILES + tl.minimum(i_tile, NUM_TILES - 1))
+    i_tile = tl.minimum(i_tile, NUM_TILES - 1)
+    if KEEP:
+        i_v = i_tile * BV + tl.arange(0, BV)
+        b_logits = tl.load(p_logits + i_r * V + i_v, mask=i_v < V, other=float("-inf"))
+        token = tl.min(tl.where(b_logits == best, i_v, V - 1), axis=0)
+    else:
+        token = tl.load(p_at + i_r * NUM_TILES + i_tile)
     confidence = tl.exp(best - total)
     if SAMPLED:
         temperature = tl.load(p_temperature + tl.load(p_slot + i_d))
@@ -70,7 +82,6 @@ def decide_rows(
             else:
                 mass = tl.sum(tl.load(p_mass + i_c), axis=0)
                 confidence = tl.exp(tl.div_rn(logit, temperature) - tl.div_rn(best, temperature)) / mass
-    target = tl.load(p_target + i_d)
     # NaN and infinity reach the total through the sums.
     if (total != total) | (tl.abs(total) == float("inf")):
         tl.store(p_invalid + target % NUM_AT // T, 1)

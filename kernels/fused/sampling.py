@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.fused.head_scratch import CHUNK_STEP, NUM_CHUNKS, VOCAB_TILE, HeadScratch, chunk_size
+from kernels.fused.launch import overlapped, wait_for_inputs
 from kernels.fused.layout import HeadRows, Sampling
 from kernels.fused.noise import gumbel_of_words, philox_words
 from kernels.fused.top_limits import bound_kept, collect_candidates, draw_limited
@@ -61,6 +62,7 @@ def draw_rows(
         PLAIN=plain_confidence,
         LIMITED=limited,
         num_warps=8,
+        **overlapped(rows.count_1),
     )
     if limited:
         draw_limited[(num_rows,)](
@@ -71,6 +73,7 @@ def draw_rows(
             CHUNK=chunk_size(vocab),
             W=128,
             num_warps=8,
+            **overlapped(rows.count_1),
         )
 
 
@@ -133,8 +136,10 @@ def _draw_chunks(
     BLOCK: tl.constexpr,
     PLAIN: tl.constexpr,
     LIMITED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One chunk of a row: its noisy maximum, or its candidates where top-k or top-p are on; and its mass."""
+    wait_for_inputs(OVERLAP)
     i_r = tl.program_id(0)
     i_c = tl.program_id(1)
     i_d = start + i_r

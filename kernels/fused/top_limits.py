@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.fused.launch import wait_for_inputs
 from kernels.fused.noise import gumbel
 
 
@@ -136,8 +137,10 @@ def draw_limited(
     C: tl.constexpr,
     CHUNK: tl.constexpr,
     W: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A row under top-k or top-p: the smallest key that is kept, then the noisy maximum down to it."""
+    wait_for_inputs(OVERLAP)
     i_r = tl.program_id(0)
     i_d = start + i_r
     if i_d >= tl.load(p_count):

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kernels.fused.head import head_rows, head_rows_reference
+from kernels.fused.head_plan import HeadPlan, plan
 from kernels.fused.head_scratch import HeadScratch
+from kernels.fused.head_tiles import logit_tiles
 from kernels.fused.layout import HeadRows, Predictions, Sampling
 from kernels.head import RowSampling
 from kernels.head import head_rows as plain_head_rows
@@ -261,6 +263,61 @@ def test_a_rows_bits_depend_neither_on_count_nor_on_place(dtype: torch.dtype) ->
             assert torch.equal(getattr(got, name).view(-1, 4)[here], getattr(wanted, name).view(-1, 4)[here])
         after = target[target >= BRANCHES * BLOCK] - BRANCHES * BLOCK
         assert torch.equal(got.next_AT.view(-1)[after], wanted.next_AT.view(-1)[after])
+
+
+def tile_scratch(hidden: torch.Tensor, weight: torch.Tensor, count: int, keep: bool, tiles: HeadPlan) -> HeadScratch:
+    """What the first pass leaves of ``count`` rows, in scratch that was poisoned."""
+    case = make_case(5)
+    scratch = HeadScratch.make(len(hidden), len(weight), 4 if keep else 0, False, False, DEVICE)
+    for name in scratch.__slots__:
+        getattr(scratch, name).fill_(JUNK)
+    shape = (BRANCHES, BLOCK)
+    out = Predictions(
+        *(poisoned(*shape) for _ in range(2)), *(poisoned(*shape, 4) for _ in range(2)), poisoned(*shape),
+        poisoned(BRANCHES, dtype=torch.int32),
+    )  # fmt: skip
+    rows = replace(case.rows, count_1=torch.tensor([count], dtype=torch.int32, device=DEVICE))
+    logit_tiles(hidden, weight, rows, MASK, 4, keep, 0, scratch, out, tiles)
+    return scratch
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(("heights", "count"), [((32, 64, 96), 90), ((64, 288), 130), ((32, 160), 290)])
+def test_tiles_of_any_height(heights: tuple[int, ...], count: int, flatten: bool) -> None:
+    """Row tiles of one and of two pieces, in halves, several of them, the last one ragged."""
+    generator = torch.Generator().manual_seed(count)
+    hidden = torch.randn(count + 3, 40, generator=generator).to(DEVICE)
+    hidden[count:] = torch.nan
+    weight = torch.randn(300, 40, generator=generator).to(DEVICE)
+    tiles = HeadPlan(heights, tile_k=32, shared=80 * 1024, tma=False, flatten=flatten, prefetched_lines=0)
+    logits = hidden[:count].double() @ weight.double().T
+    kept, best = (tile_scratch(hidden, weight, count, keep, tiles) for keep in (True, False))
+    assert torch.allclose(kept.mask_logit_R[:count].double(), logits[:, MASK], atol=1e-4)
+    logits[:, MASK] = -torch.inf
+    assert torch.allclose(kept.logits_RV[:count].double(), logits, atol=1e-4)
+    assert (kept.logits_RV[count:] == JUNK).all()
+    for i, tile in enumerate(logits.split(128, 1)):
+        value, token = tile.max(1)
+        assert torch.allclose(kept.best_RN[:count, i].double(), value, atol=1e-4)
+        assert torch.allclose(kept.sum_RN[:count, i].double(), (tile - value[:, None]).exp().sum(1), rtol=1e-4)
+        assert torch.equal(best.at_RN[:count, i].long(), token + i * 128)
+
+
+@on_gpu
+@pytest.mark.parametrize("keep", [True, False])
+def test_bits_do_not_depend_on_the_plan(keep: bool) -> None:
+    """Every height of every plan against row tiles of 288."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(700, 1536, generator=generator, device=DEVICE).bfloat16()
+    weight = torch.randn(30000, 1536, generator=generator, device=DEVICE).bfloat16() / 40
+    want = tile_scratch(hidden, weight, 576, keep, plan(700, 1536, torch.bfloat16))
+    names = ("best_RN", "sum_RN", "mask_logit_R", "logits_RV" if keep else "at_RN")
+    for count, room in ((1, 1), (8, 8), (32, 32), (40, 144), (100, 144), (144, 160), (20, 288), (128, 288), (170, 288),
+                        (250, 288), (288, 288), (300, 700), (400, 700), (700, 700)):  # fmt: skip
+        got = tile_scratch(hidden[:room], weight, count, keep, plan(room, 1536, torch.bfloat16))
+        same = min(count, 576)
+        for name in names:
+            assert torch.equal(getattr(got, name)[:same], getattr(want, name)[:same]), (name, count, room)
 
 
 @on_gpu
