@@ -10,11 +10,23 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fused.launch import overlapped, wait_for_inputs
 from kernels.fused.layout import DENOISE, Addend, Branches, RowMap
-from kernels.fused.residual import MAX_PROGRAMS, rms_norm_row, row_config, source_row, stream_row, stream_rows
+from kernels.fused.residual import (
+    MAX_PROGRAMS,
+    add_rows,
+    added_row,
+    rms_norm_row,
+    row_config,
+    source_row,
+    stored_row,
+    stream_rows,
+)
 from kernels.norm import rms_norm
 
 _DENOISE = tl.constexpr(DENOISE)
+MAX_EAGER = 320
+"""Up to this room positions are read before it is known whether they are there: few are not."""
 
 
 def gate_rows(
@@ -94,7 +106,10 @@ def gate_rows(
         INHERITS=folds and inherit is not None,
         TESTS=folds and (inherit is None or retest),
         ONE_SLOT=num_slots == 1,
+        ONE_BRANCH=num_branches == 1,
+        EAGER=num_branches == 1 and not by_token and num_positions <= MAX_EAGER,
         **row_config(width),
+        **overlapped(source_XE),
     )
 
 
@@ -138,68 +153,127 @@ def _gate_kernel(
     INHERITS: tl.constexpr,
     TESTS: tl.constexpr,
     ONE_SLOT: tl.constexpr,
+    ONE_BRANCH: tl.constexpr,
+    EAGER: tl.constexpr,
     BE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    # Without folding every position keeps its place: its row has its number.
+    IN_PLACE: tl.constexpr = (not (INHERITS or TESTS)) and (not HAS_LENGTH)
+    dtype: tl.constexpr = p_stream.dtype.element_ty
     o_e = tl.arange(0, BE)
     m_e = o_e < E
+    b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
+    wait_for_inputs(OVERLAP)
     num_live = tl.load(p_num_live)
     # Bounded by the room and not by the list's length: the first loads need not wait for it.
     for i_p in range(tl.program_id(0), num_positions, tl.num_programs(0)):
         i_t = i_p % T
-        i_slot, i_branch = tl.load(p_slot + i_p // T), tl.load(p_branch + i_p // T)
+        i_slot, i_branch = 0, 0
+        if not ONE_SLOT:
+            i_slot = tl.load(p_slot + i_p // T)
+        if not ONE_BRANCH:
+            i_branch = tl.load(p_branch + i_p // T)
+        if EAGER:
+            b_stored = stored_row(p_source, i_p, o_e, m_e, E)  # [BE]
+            if (K > 0) and (not MAPPED):
+                b_added = added_row(p_parts, i_p, num_rows, o_e, m_e, E, K)  # [BE]
         live = i_p // T < num_live
         if HAS_LENGTH:
             live = live & (i_t < tl.load(p_length + tl.where(live, i_slot, 0)))
         if live:
             i_table = (i_slot * num_branches + i_branch) * T + i_t
-            i_ancestors = tl.load(p_ancestors + i_branch)
-            i_source, i_part = i_p, i_p
-            if BY_TOKEN:
-                i_source = tl.load(p_tokens + i_table)
+            i_ancestors = tl.full([], 1, tl.int64)
+            if not ONE_BRANCH:
+                i_ancestors = tl.load(p_ancestors + i_branch)
+            i_part = i_p
             if MAPPED:
-                i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T)
+                if ONE_BRANCH:
+                    i_part = tl.load(p_added_row + i_table)
+                else:
+                    i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T)
             fold = False
             if INHERITS or TESTS:
                 fold = (i_branch > 0) & (tl.load(p_kind + i_table // T) == _DENOISE)
             if INHERITS:
                 fold = fold & (((tl.load(p_inherit_keep + i_slot * T + i_t) >> i_branch) & 1) == 0)
-            b_x = stream_row(p_source, i_source, p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+            if not EAGER:
+                b_stored = stored_row(p_source, tl.load(p_tokens + i_table) if BY_TOKEN else i_p, o_e, m_e, E)  # [BE]
+            b_x = b_stored
+            if K > 0:
+                if MAPPED or not EAGER:
+                    b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+                b_x = add_rows(b_stored, b_added, dtype)
             if TESTS:
                 # Masked and not branched over: the parent's row is on its way together with the branch's own.
                 i_above = i_slot * num_branches + tl.load(p_parent + i_branch)
-                i_source = tl.load(p_index + i_above) * T + i_t
-                i_part = i_source
-                if BY_TOKEN:
-                    i_source = tl.load(p_tokens + i_above * T + i_t)
-                if MAPPED:
-                    # A branch's ancestors are its parent's and itself. (Of main branches this makes none, hence row 0.)
-                    i_ancestors = i_ancestors ^ (tl.full([], 1, tl.int64) << i_branch)
-                    i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T)
-                m_parent = o_e < tl.where(fold, E, 0)
-                b_parent = stream_row(p_source, i_source, p_parts, i_part, num_rows, o_e, m_parent, E, K)  # [BE]
-                fold = fold & _is_near(b_x, b_parent, delta_squared)
-            tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(p_stream.dtype.element_ty), mask=m_e)
+                i_p_above = tl.load(p_index + i_above) * T + i_t
+                i_source = tl.load(p_tokens + i_above * T + i_t) if BY_TOKEN else i_p_above
+                m_above = o_e < tl.where(fold, E, 0)
+                b_above = stored_row(p_source, i_source, o_e, m_above, E)  # [BE]
+                if K > 0:
+                    i_part_above = i_p_above
+                    if MAPPED:
+                        # A branch's ancestors are its parent's and itself. (Of main branches this makes none, hence 0.)
+                        i_above = i_ancestors ^ (tl.full([], 1, tl.int64) << i_branch)
+                        i_part_above = source_row(p_added_keep, p_added_row, i_above, i_slot, i_t, num_branches, T)
+                    # Where the position was folded in the layer before, the same row serves both: it is here already.
+                    other = i_part_above != i_part
+                    m_other = o_e < tl.where(fold & other, E, 0)
+                    b_other = added_row(p_parts, i_part_above, num_rows, o_e, m_other, E, K)  # [BE]
+                    b_above = add_rows(b_above, tl.where(other, b_other, b_added), dtype)
+                fold = fold & _is_near(b_x, b_above, delta_squared)
+            tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)
             if not fold:
-                b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
-                i_row = tl.atomic_add(p_count, 1, sem="relaxed")
-                i_in_slot = i_row
-                if ONE_SLOT:
-                    tl.atomic_add(p_slot_count, 1, sem="relaxed")
-                else:
-                    i_in_slot = tl.atomic_add(p_slot_count + i_slot, 1, sem="relaxed")
-                tl.store(p_slot_rows + i_slot * num_slot_rows + i_in_slot, i_row)
-                tl.atomic_or(p_keep + i_slot * T + i_t, tl.full([], 1, tl.int64) << i_branch, sem="relaxed")
-                tl.store(p_row + i_table, i_row)
-                tl.store(p_position + i_row, i_p)
+                i_row = _place_row(
+                    p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_slot, i_branch, i_t,
+                    num_live, num_branches, num_slot_rows, T, IN_PLACE, ONE_SLOT,
+                )  # fmt: skip
                 b_normed = rms_norm_row(b_x, b_weight, eps, p_normed.dtype.element_ty, E)
                 tl.store(p_normed + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)
 
 
 @triton.jit
+def _place_row(
+    p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_slot, i_branch, i_t, num_live,
+    num_branches, num_slot_rows, T: tl.constexpr, IN_PLACE: tl.constexpr, ONE_SLOT: tl.constexpr,
+):  # fmt: skip
+    """Enters a kept position into the map and returns its row. In place, nothing waits for a counter's answer."""
+    i_row, i_in_slot = i_p, i_p
+    if not IN_PLACE:
+        i_row = tl.atomic_add(p_count, 1, sem="relaxed")
+        i_in_slot = i_row
+        if ONE_SLOT:
+            tl.atomic_add(p_slot_count, 1, sem="relaxed")
+        else:
+            i_in_slot = tl.atomic_add(p_slot_count + i_slot, 1, sem="relaxed")
+    else:
+        if i_p == 0:
+            tl.store(p_count, num_live * T)
+        if not ONE_SLOT:
+            # A slot's branches stand together in the list, the main one first.
+            i_in_slot = i_p - tl.load(p_index + i_slot * num_branches) * T
+            tl.atomic_add(p_slot_count + i_slot, 1, sem="relaxed")
+        elif i_p == 0:
+            tl.store(p_slot_count, num_live * T)
+    tl.store(p_slot_rows + i_slot * num_slot_rows + i_in_slot, i_row)
+    tl.atomic_or(p_keep + i_slot * T + i_t, tl.full([], 1, tl.int64) << i_branch, sem="relaxed")
+    tl.store(p_row + (i_slot * num_branches + i_branch) * T + i_t, i_row)
+    tl.store(p_position + i_row, i_p)
+    return i_row
+
+
+@triton.jit
+def _add_both(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
 def _is_near(b_x, b_parent, delta_squared):
-    """Whether the residual against the parent folds; not where it is NaN."""
+    """Whether the residual against the parent folds; not where it is NaN. Both sums in one reduction."""
     b_residual = b_x - b_parent
-    return tl.sum(b_residual * b_residual, axis=0) <= delta_squared * tl.sum(b_parent * b_parent, axis=0)
+    residual, parent = tl.reduce((b_residual * b_residual, b_parent * b_parent), 0, _add_both)
+    return residual <= delta_squared * parent
 
 
 def gate_rows_reference(

@@ -7,6 +7,9 @@ The operands are swapped, ``tile[BN, BM] = W[BN, BK] @ x[BM, BK].T``: weights fi
 tensor-core instruction, x its width, which goes from 8 to 256 in steps. So a program can fit its tile to the rows there
 are, and a row's arithmetic is the same chain of products whichever tile holds it (see ``linear_plan``). Rows beyond the
 count are read (whatever they hold stays in their own column of the tile) but never written.
+
+Memory idles while the small kernels between two projections run, so a program first asks for the beginning of its
+weight tile and only then waits for x (``Plan.prefetch``).
 """
 
 from __future__ import annotations
@@ -17,12 +20,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.fused.linear_plan import Plan, num_parts, num_splits, plan, split_width
+from kernels.fused.launch import overlapped, wait_for_inputs
+from kernels.fused.linear_plan import PIECES, Plan, num_parts, num_splits, plan, prefetch_depth, split_width
 from kernels.linear import pad_rows
 
 __all__ = ["linear_rows", "linear_rows_reference", "num_parts", "num_splits", "swiglu_rows", "swiglu_rows_reference"]
-
-PIECES = (32, 64, 128, 256)
 
 
 @triton.jit
@@ -44,16 +46,14 @@ def _load_tile(
 
 
 @triton.jit
-def _x_of(x32, x64, x128, x256, ROWS: tl.constexpr):
+def _x_of(x16, x32, x64, x128, x256, ROWS: tl.constexpr):
     """The source of x whose tiles have that many rows: a descriptor knows its tile."""
     if ROWS <= 32:
-        return x32
+        return x16 if ROWS == 16 else x32
     elif ROWS == 64:
         return x64
-    elif ROWS == 128:
-        return x128
     else:
-        return x256
+        return x128 if ROWS == 128 else x256
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _silu_mul(b_gate, b_up, dtype: tl.constexpr):
 
 @triton.jit
 def _run_tile(
-    x32, x64, x128, x256, w, p_out, o_m, end_m, last_m, o_n, i_split, splits, split_k, N, K, part_stride,
+    x16, x32, x64, x128, x256, w, p_out, o_m, end_m, last_m, o_n, i_split, splits, split_k, N, K, part_stride,
     HEIGHT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
     ROOM: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
@@ -111,8 +111,8 @@ def _run_tile(
     BM1: tl.constexpr = HEIGHT - BM0
     FITTING: tl.constexpr = ROOM // ((HEIGHT + (2 * BN if GATED else BN)) * BK)
     STAGES: tl.constexpr = FITTING if FITTING < 8 else 8
-    x0 = _x_of(x32, x64, x128, x256, BM0)
-    x1 = _x_of(x32, x64, x128, x256, BM1 if BM1 > 0 else BM0)
+    x0 = _x_of(x16, x32, x64, x128, x256, BM0)
+    x1 = _x_of(x16, x32, x64, x128, x256, BM1 if BM1 > 0 else BM0)
     last_n = (2 * N if GATED else N) - 1
     k_begin = i_split * split_k
     acc0, acc1, up0, up1 = _accumulate(
@@ -137,45 +137,76 @@ def _run_tile(
         _store_tile(p_out, acc1, o_m + BM0, end_m, o_n, N, BM1, BN)
 
 
+@triton.jit
+def _prefetch(
+    p_weight, o_n, k_begin, N, K, DEPTH: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """Asks for DEPTH of the inner width of a weight tile to come to the L2 cache: one request a thread."""
+    ROWS: tl.constexpr = 2 * BN if GATED else BN
+    PIECES_A_ROW: tl.constexpr = THREADS // ROWS
+    WIDTH: tl.constexpr = DEPTH // PIECES_A_ROW
+    i = tl.arange(0, THREADS)
+    i_n = i // PIECES_A_ROW % BN
+    i_row = tl.minimum(o_n + i_n, N - 1) + i // (PIECES_A_ROW * BN) * N
+    i_k = tl.minimum(k_begin + i % PIECES_A_ROW * WIDTH, K - WIDTH)
+    p = p_weight + i_row.to(tl.int64) * K + i_k
+    num_bytes = WIDTH * (p_weight.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [p.to(tl.int64), i * 0 + num_bytes],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows_per_count", "splits"])
 def _project_kernel(
-    x32, x64, x128, x256, w, p_out, p_count, rows_per_count, room_m, N, K, splits, split_k, part_stride,
+    x16, x32, x64, x128, x256, w, p_weight, p_out, p_count, rows_per_count, room_m, N, K, splits, split_k, part_stride,
     HEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
     ROOM: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+    ONE_TILE: tl.constexpr, DEPTH: tl.constexpr, THREADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of the output and a split; the first ones are active, the rest of the grid exits.
+    """One program a tile of the output and a split; the first ones are active, the rest of the grid does nothing.
 
     Order: groups of GROUP row tiles; in a group by weight tile, then split, then row tile, so that neighbours in time
     share a weight tile. Row tiles are equally high, as low as their number allows.
     """
     TALL: tl.constexpr = HEIGHTS[len(HEIGHTS) - 1]
-    rows = tl.minimum(tl.load(p_count) * rows_per_count, room_m)
-    tiles_m = tl.cdiv(rows, TALL)
+    pid = tl.program_id(0)
     parallel = 1 if SEQUENTIAL else splits
     columns = tl.cdiv(N, BN) * parallel
-    pid = tl.program_id(0)
-    if pid >= tiles_m * columns:
-        return
-    first_m = pid // (GROUP * columns) * GROUP
-    group_m = tl.minimum(tiles_m - first_m, GROUP)
-    in_group = pid - first_m * columns
-    i_m = first_m + in_group % group_m
-    column = in_group // group_m
-    i_split = column % parallel
-    o_n = column // parallel * BN
-
-    needed = tl.cdiv(rows, tiles_m)
-    height = TALL
-    for i in tl.static_range(len(HEIGHTS) - 1):
-        height = tl.where(needed <= HEIGHTS[len(HEIGHTS) - 2 - i], HEIGHTS[len(HEIGHTS) - 2 - i], height)
-    o_m = i_m * height
-    end_m = tl.minimum(o_m + height, rows)
-    for i in tl.static_range(len(HEIGHTS)):
-        if (end_m - o_m <= HEIGHTS[i]) & (end_m - o_m > (HEIGHTS[i - 1] if i > 0 else 0)):
-            _run_tile(
-                x32, x64, x128, x256, w, p_out, o_m, end_m, room_m - 1, o_n, i_split, splits, split_k, N, K,
-                part_stride, HEIGHTS[i], BN, BK, GATED, SEQUENTIAL, ROOM, TMA, EVEN_K, EVICT,
-            )  # fmt: skip
+    if (DEPTH > 0) and (pid < columns):
+        # Which program asks for which tile does not matter, and the first ones start first.
+        _prefetch(p_weight, pid // parallel * BN, pid % parallel * split_k, N, K, DEPTH, BN, GATED, THREADS)
+    wait_for_inputs(OVERLAP)
+    rows = tl.minimum(tl.load(p_count) * rows_per_count, room_m)
+    if ONE_TILE:
+        # Nothing but the stores' mask waits for the count.
+        _run_tile(
+            x16, x32, x64, x128, x256, w, p_out, 0, rows, room_m - 1, pid // parallel * BN, pid % parallel, splits,
+            split_k, N, K, part_stride, TALL, BN, BK, GATED, SEQUENTIAL, ROOM, TMA, EVEN_K, EVICT,
+        )  # fmt: skip
+    else:
+        tiles_m = tl.cdiv(rows, TALL)
+        if pid >= tiles_m * columns:
+            return
+        first_m = pid // (GROUP * columns) * GROUP
+        group_m = tl.minimum(tiles_m - first_m, GROUP)
+        in_group = pid - first_m * columns
+        i_m = first_m + in_group % group_m
+        column = in_group // group_m
+        needed = tl.cdiv(rows, tiles_m)
+        height = TALL
+        for i in tl.static_range(len(HEIGHTS) - 1):
+            height = tl.where(needed <= HEIGHTS[len(HEIGHTS) - 2 - i], HEIGHTS[len(HEIGHTS) - 2 - i], height)
+        o_m = i_m * height
+        end_m = tl.minimum(o_m + height, rows)
+        for i in tl.static_range(len(HEIGHTS)):
+            if (end_m - o_m <= HEIGHTS[i]) & (end_m - o_m > (HEIGHTS[i - 1] if i > 0 else 0)):
+                _run_tile(
+                    x16, x32, x64, x128, x256, w, p_out, o_m, end_m, room_m - 1, column // parallel * BN,
+                    column % parallel, splits, split_k, N, K, part_stride, HEIGHTS[i], BN, BK, GATED, SEQUENTIAL, ROOM,
+                    TMA, EVEN_K, EVICT,
+                )  # fmt: skip
 
 
 def project_rows(
@@ -196,12 +227,15 @@ def project_rows(
             TensorDescriptor.from_tensor(x_RK, [piece, tiles.tile_k]) if piece in used else None for piece in PIECES
         ]
         w = TensorDescriptor.from_tensor(weight, [tiles.tile_n, tiles.tile_k])
-    programs = triton.cdiv(room, tiles.tall) * triton.cdiv(N, tiles.tile_n) * (1 if sequential else splits)
-    _project_kernel[(programs,)](
-        *x_by_rows, w, out, count_1, rows_per_count, room, N, K, splits, split_width(K, splits), room * N,
+    row_tiles, columns = triton.cdiv(room, tiles.tall), triton.cdiv(N, tiles.tile_n) * (1 if sequential else splits)
+    width, overlap = split_width(K, splits), overlapped(x_RK)
+    _project_kernel[(row_tiles * columns,)](
+        *x_by_rows, w, weight, out, count_1, rows_per_count, room, N, K, splits, width, room * N,
         HEIGHTS=tiles.heights, BN=tiles.tile_n, BK=tiles.tile_k, GATED=gated, SEQUENTIAL=sequential,
         ROOM=tiles.shared // x_RK.element_size(), GROUP=tiles.group, TMA=tiles.tma, EVEN_K=K % tiles.tile_k == 0,
-        EVICT="evict_first" if tiles.evict_first else "", num_warps=tiles.num_warps,
+        EVICT="evict_first" if tiles.evict_first else "", ONE_TILE=row_tiles == 1 and len(tiles.heights) == 1,
+        DEPTH=prefetch_depth(tiles, columns, min(width, K), gated) if overlap["OVERLAP"] else 0,
+        THREADS=32 * tiles.num_warps, num_warps=tiles.num_warps, **overlap,
     )  # fmt: skip
 
 

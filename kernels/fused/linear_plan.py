@@ -23,8 +23,14 @@ SPLITS = {(1536, 8960): 5}
 """Exceptions by (N, K). 1536 x 8960: 24 tiles of 64, so 5 splits give 120 programs of 28 steps each."""
 FEW_ROWS = 320
 """Up to this room a step is one slot: weights are read once or twice, memory is the limit."""
-PARALLEL_ROWS = 1536
-"""Up to this room splits run in parallel; beyond it the tiles alone fill the chip."""
+PARALLEL_ROWS = 320
+"""Up to this room splits run in parallel. Beyond it the tiles alone nearly fill the chip, and what parallel splits
+still win is less than their readers lose: the gate reads all partial sums of every position."""
+PREFETCH = 8 << 20
+"""Bytes of weights that a launch asks for before it waits: what memory delivers in about two microseconds, while the
+gate or the attention before still runs. The second-level cache holds 50 MB."""
+PIECES = (16, 32, 64, 128, 256)
+"""Rows of x in one instruction's tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class Plan:
 
     heights: tuple[int, ...]
     """Rows of x that one program may take, ascending; the device picks by the count. Each is a power of two from 32 to
-    256, or the sum of two different ones (then they are two accumulators over one read of the weight)."""
+    256, or that and a smaller one from 16 on (then they are two accumulators over one read of the weight)."""
     tile_n: int
     tile_k: int
     num_warps: int
@@ -45,6 +51,8 @@ class Plan:
     """Weights leave the L2 cache first (copies without TMA only)."""
     group: int = 8
     """Row tiles that share a weight tile while it is in the L2 cache."""
+    prefetch: int = 0
+    """Bytes of the weight to ask for before waiting for x (with TMA only)."""
 
     @property
     def tall(self) -> int:
@@ -56,10 +64,15 @@ HALF, FULL = 108 * 1024, 216 * 1024
 
 
 def num_splits(N: int, K: int, dtype: torch.dtype) -> int:
-    """Partial sums of a weight [N, K]: enough for about one program a multiprocessor with 128 weight rows each."""
+    """Partial sums of a weight [N, K]: enough for about one program a multiprocessor with 128 weight rows each.
+
+    Output projections of wide models: two. They run over every position, all of whose partial sums the gate reads
+    again, its parent's too: that costs more than the last few percent of the product.
+    """
     if dtype == torch.float32:
         return min(2, -(-K // SPLIT_UNIT))  # For tests alone: it splits too, so that they see what bfloat16 does.
-    wanted = min(MAX_SPLITS, max(1, NUM_SMS // -(-N // 128)))
+    is_wide_output = 3072 <= N <= K < 2 * N
+    wanted = 2 if is_wide_output else min(MAX_SPLITS, max(1, NUM_SMS // -(-N // 128)))
     return min(SPLITS.get((N, K), wanted), -(-K // SPLIT_UNIT))
 
 
@@ -76,22 +89,33 @@ def num_parts(N: int, K: int, dtype: torch.dtype, max_rows: int) -> int:
 def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = False, parallel: bool = True) -> Plan:
     """Tiles for a weight [N, K] and at most ``max_rows`` rows; ``gated``: gate and up stacked, N of each.
 
-    ``parallel``: the splits run in parallel; one after another they need a second accumulator, hence lower tiles.
+    ``parallel``: the splits run in parallel; one after another they need a second accumulator, hence narrower tiles.
     """
     if dtype == torch.float32:
         return Plan(heights=(32,), tile_n=64, tile_k=32, num_warps=4, shared=HALF, tma=False)
     tma = K % 8 == 0  # A descriptor's strides are multiples of 16 bytes.
+    # The kernel before the down projection reads weights itself: memory does not idle, and what came early would have
+    # left the cache again.
+    prefetch = PREFETCH if gated or K < 2 * N else 0
     if max_rows <= 32:
         tile_k = 64 if gated else 128
-        return Plan(heights=(32,), tile_n=64, tile_k=tile_k, num_warps=4, shared=HALF, tma=tma)
-    if max_rows <= FEW_ROWS and gated:
-        # 140 to 300 weight tiles: two programs a multiprocessor even out what a whole wave would leave idle.
-        return Plan(heights=(32, 64, 96, 128, 160), tile_n=64, tile_k=64, num_warps=8, shared=HALF, tma=tma)
+        return Plan((32,), tile_n=64, tile_k=tile_k, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
     if max_rows <= FEW_ROWS:
-        # At most one program a multiprocessor (``num_splits``), so it takes all rows and all of the memory. 12 or 16
-        # weight tiles of 128 would leave half of the chip idle.
-        every = (32, 64, 96, 128, 160, 192, 256, 288)
-        return Plan(every, tile_n=64 if N <= 2048 else 128, tile_k=64, num_warps=8, shared=FULL, tma=tma)
-    # Two accumulators of 128 x 192 are 192 registers a thread; of 128 x 256 they would spill.
-    heights = (64, 128, 192, 256) if parallel else (64, 128, 192)
-    return Plan(heights, tile_n=64 if gated else 128, tile_k=64, num_warps=8, shared=FULL, tma=tma)
+        # Two programs of one warp group on a multiprocessor: one multiplies while the other waits. 80 rows serve nine
+        # branches that are 85% folded, 144 twice over nine that are not.
+        heights = (32, 64, 80, 96, 128, 144, 160)
+        return Plan(heights, tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
+    if gated:
+        return Plan((64, 96, 128), tile_n=64, tile_k=64, num_warps=8, shared=HALF, tma=tma, prefetch=prefetch)
+    if parallel:
+        return Plan((64, 96, 128), tile_n=128, tile_k=64, num_warps=8, shared=HALF, tma=tma, prefetch=prefetch)
+    heights = (64, 128, 192, 256)
+    return Plan(heights, tile_n=64, tile_k=64, num_warps=8, shared=FULL, tma=tma, prefetch=prefetch)
+
+
+def prefetch_depth(tiles: Plan, columns: int, width: int, gated: bool) -> int:
+    """How much of the inner width, ``width`` in a program, each of ``columns`` programs should ask for: bfloat16."""
+    rows = (2 if gated else 1) * tiles.tile_n
+    if not tiles.tma or rows > 32 * tiles.num_warps:
+        return 0
+    return min(tiles.prefetch // (2 * rows * columns), width) // 64 * 64

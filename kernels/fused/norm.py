@@ -9,8 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fused.launch import overlapped, wait_for_inputs
 from kernels.fused.layout import Addend, Branches, HeadRows
-from kernels.fused.residual import MAX_PROGRAMS, rms_norm_row, row_config, source_row, stream_row, stream_rows
+from kernels.fused.residual import (
+    MAX_PROGRAMS,
+    add_rows,
+    added_row,
+    rms_norm_row,
+    row_config,
+    source_row,
+    stored_row,
+    stream_rows,
+)
 from kernels.norm import rms_norm
 
 
@@ -51,6 +61,7 @@ def head_norm(
         K=num_parts,
         MAPPED=added is not None,
         **row_config(width),
+        **overlapped(stream_NE),
     )
 
 
@@ -75,17 +86,21 @@ def _head_norm_kernel(
     K: tl.constexpr,
     MAPPED: tl.constexpr,
     BE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     o_e = tl.arange(0, BE)
     m_e = o_e < E
     b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
+    wait_for_inputs(OVERLAP)
     for i_row in range(tl.program_id(0), tl.load(p_count), tl.num_programs(0)):
         i_p = tl.load(p_hidden + i_row)
         i_part = i_p
         if MAPPED:
             i_slot, i_branch = tl.load(p_slot + i_p // T), tl.load(p_branch + i_p // T)
             i_part = source_row(p_keep, p_map, tl.load(p_ancestors + i_branch), i_slot, i_p % T, num_branches, T)
-        b_x = stream_row(p_stream, i_p, p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+        b_stored = stored_row(p_stream, i_p, o_e, m_e, E)  # [BE]
+        b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+        b_x = add_rows(b_stored, b_added, p_stream.dtype.element_ty)
         b_normed = rms_norm_row(b_x, b_weight, eps, p_out.dtype.element_ty, E)
         tl.store(p_out + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)
 

@@ -21,11 +21,11 @@ live on the device, and a launch is made for the largest."""
 def row_config(width: int) -> dict[str, int | bool]:
     """Tile and warps for one row of ``width``: they fix the order of its sums, so they depend on nothing else.
 
-    8 elements a thread, up to 512 threads. Multiply-adds stay unfused, so that each specialisation of a kernel rounds
+    8 elements a thread, up to 1024 threads. Multiply-adds stay unfused, so that each specialisation of a kernel rounds
     alike.
     """
     block = max(triton.next_power_of_2(width), 32)
-    return {"BE": block, "num_warps": min(max(block // 256, 1), 16), "enable_fp_fusion": False}
+    return {"BE": block, "num_warps": min(max(block // 256, 1), 32), "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -48,16 +48,25 @@ def source_row(p_keep, p_row, i_ancestors, i_slot, i_t, num_branches, T: tl.cons
 
 
 @triton.jit
-def stream_row(p_source, i_source, p_parts, i_part, num_rows, o_e, m_e, E: tl.constexpr, K: tl.constexpr):
-    """Stored row plus the sum of the K parts, rounded to the stream's dtype; returned in float32."""
-    b_x = tl.load(p_source + tl.cast(i_source, tl.int64) * E + o_e, mask=m_e, other=0.0).to(tl.float32)  # [BE]
-    if K > 0:
-        i_part = tl.cast(i_part, tl.int64)
-        b_sum = tl.load(p_parts + i_part * E + o_e, mask=m_e, other=0.0)  # [BE]
-        for k in tl.static_range(1, K):
-            b_sum += tl.load(p_parts + (i_part + k * num_rows) * E + o_e, mask=m_e, other=0.0)
-        b_x += b_sum
-    return b_x.to(p_source.dtype.element_ty).to(tl.float32)
+def stored_row(p_source, i_source, o_e, m_e, E: tl.constexpr):
+    """Stored row in float32."""
+    return tl.load(p_source + tl.cast(i_source, tl.int64) * E + o_e, mask=m_e, other=0.0).to(tl.float32)  # [BE]
+
+
+@triton.jit
+def added_row(p_parts, i_part, num_rows, o_e, m_e, E: tl.constexpr, K: tl.constexpr):
+    """Sum of a row's K > 0 parts."""
+    i_part = tl.cast(i_part, tl.int64)
+    b_sum = tl.load(p_parts + i_part * E + o_e, mask=m_e, other=0.0)  # [BE]
+    for k in tl.static_range(1, K):
+        b_sum += tl.load(p_parts + (i_part + k * num_rows) * E + o_e, mask=m_e, other=0.0)
+    return b_sum
+
+
+@triton.jit
+def add_rows(b_stored, b_added, dtype):
+    """The stream: stored row plus what was added, rounded to the stream's dtype; returned in float32."""
+    return (b_stored + b_added).to(dtype).to(tl.float32)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fused.launch import overlapped, wait_for_inputs
 from kernels.fused.layout import Branches, RowMap
 from kernels.fused.residual import MAX_PROGRAMS
 from kernels.rope import apply_rope
@@ -38,10 +39,12 @@ def rope_rows(
     all_heads = num_heads + 2 * num_kv_heads
     for tensor in (parts_KRN, cos_PD, sin_PD, q_RHD, k_RGD, v_RGD):
         assert tensor.is_contiguous()
-    # Few rows: small tiles, so that they fill the chip. Elementwise, so the choice does not show in the bits.
-    heads_per_tile = 4 if num_rows * all_heads <= 4 * MAX_PROGRAMS else 16
+    # Small tiles while the programs for all rows fit. Elementwise, so the choice does not show in the bits.
+    heads_per_tile = next((n for n in (4, 8) if num_rows * triton.cdiv(all_heads, n) <= MAX_PROGRAMS), 16)
     heads_per_tile = min(heads_per_tile, triton.next_power_of_2(all_heads))
-    _rope_kernel[(min(num_rows * triton.cdiv(all_heads, heads_per_tile), MAX_PROGRAMS),)](
+    num_tiles = triton.cdiv(all_heads, heads_per_tile)
+    half = triton.next_power_of_2(head_dim // 2)
+    _rope_kernel[(num_tiles, min(num_rows, max(1, MAX_PROGRAMS // num_tiles)))](
         parts_KRN,
         parts_KRN if bias_N is None else bias_N,
         rows.count_1,
@@ -61,22 +64,24 @@ def rope_rows(
         G=num_kv_heads,
         D=head_dim,
         BH=heads_per_tile,
-        BD=triton.next_power_of_2(head_dim // 2),
+        BD=half,
         BIAS=bias_N is not None,
-        num_warps=4,
+        ONE_SLOT=len(branches.start_S) == 1,
+        num_warps=8 if heads_per_tile * half > 512 else 4,
         enable_fp_fusion=False,
+        **overlapped(parts_KRN),
     )
 
 
 @triton.jit
-def _sum_parts(p_parts, p_bias, i_row, o_n, m_n, num_rows, dtype, K: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
+def _sum_parts(p_parts, b_bias, i_row, o_n, m_n, num_rows, dtype, K: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
     """Output of the projection at columns o_n of a row, rounded to ``dtype``, in float32."""
     i_row = tl.cast(i_row, tl.int64)
     b_x = tl.load(p_parts + i_row * N + o_n, mask=m_n, other=0.0)
     for k in tl.static_range(1, K):
         b_x += tl.load(p_parts + (i_row + k * num_rows) * N + o_n, mask=m_n, other=0.0)
     if BIAS:
-        b_x += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_x += b_bias.to(tl.float32)
     return b_x.to(dtype).to(tl.float32)
 
 
@@ -111,39 +116,50 @@ def _rope_kernel(
     BH: tl.constexpr,
     BD: tl.constexpr,
     BIAS: tl.constexpr,
+    ONE_SLOT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    NUM_TILES: tl.constexpr = (H + 2 * G + BH - 1) // BH
     HALF: tl.constexpr = D // 2
     N: tl.constexpr = (H + 2 * G) * D
     dtype = p_q.dtype.element_ty
     o_d = tl.arange(0, BD)
     m_d = o_d < HALF
-    for i_tile in range(tl.program_id(0), tl.load(p_count) * NUM_TILES, tl.num_programs(0)):
-        i_row = i_tile // NUM_TILES
-        o_h = (i_tile % NUM_TILES) * BH + tl.arange(0, BH)
-        m_h = o_h < H + 2 * G
-        o_n = o_h[:, None] * D + o_d[None, :]  # [BH, BD]
-        m_n = m_h[:, None] & m_d[None, :]
-        b_first = _sum_parts(p_parts, p_bias, i_row, o_n, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
-        b_second = _sum_parts(p_parts, p_bias, i_row, o_n + HALF, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
-
+    o_h = tl.program_id(0) * BH + tl.arange(0, BH)
+    m_h = o_h < H + 2 * G
+    o_n = o_h[:, None] * D + o_d[None, :]  # [BH, BD]
+    m_n = m_h[:, None] & m_d[None, :]
+    b_bias1, b_bias2 = 0.0, 0.0
+    if BIAS:
+        b_bias1 = tl.load(p_bias + o_n, mask=m_n, other=0.0)  # [BH, BD]
+        b_bias2 = tl.load(p_bias + o_n + HALF, mask=m_n, other=0.0)
+    wait_for_inputs(OVERLAP)
+    count = tl.load(p_count)
+    # Bounded by the room and not by the count: the first loads need not wait for it.
+    for i_row in range(tl.program_id(1), num_rows, tl.num_programs(1)):
         i_p = tl.load(p_position + i_row)
-        position = tl.load(p_start + tl.load(p_slot + i_p // T)) + i_p % T
-        o_table = position * D + o_d
-        b_cos1 = tl.load(p_cos + o_table, mask=m_d, other=0.0).to(tl.float32)[None, :]  # [1, BD]
-        b_sin1 = tl.load(p_sin + o_table, mask=m_d, other=0.0).to(tl.float32)[None, :]
-        b_cos2 = tl.load(p_cos + o_table + HALF, mask=m_d, other=0.0).to(tl.float32)[None, :]
-        b_sin2 = tl.load(p_sin + o_table + HALF, mask=m_d, other=0.0).to(tl.float32)[None, :]
-        b_turned1 = b_first * b_cos1 - b_second * b_sin1  # [BH, BD]
-        b_turned2 = b_second * b_cos2 + b_first * b_sin2
-        scale = tl.load(p_scale + position).to(tl.float32)
+        if i_row < count:
+            b_first = _sum_parts(p_parts, b_bias1, i_row, o_n, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
+            b_second = _sum_parts(p_parts, b_bias2, i_row, o_n + HALF, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
 
-        _store_heads(p_q, i_row, o_h, m_h, o_d, m_d, b_turned1 * scale, H, D)
-        _store_heads(p_q, i_row, o_h, m_h, o_d + HALF, m_d, b_turned2 * scale, H, D)
-        _store_heads(p_k, i_row, o_h - H, m_h, o_d, m_d, b_turned1, G, D)
-        _store_heads(p_k, i_row, o_h - H, m_h, o_d + HALF, m_d, b_turned2, G, D)
-        _store_heads(p_v, i_row, o_h - H - G, m_h, o_d, m_d, b_first, G, D)
-        _store_heads(p_v, i_row, o_h - H - G, m_h, o_d + HALF, m_d, b_second, G, D)
+            i_slot = 0
+            if not ONE_SLOT:
+                i_slot = tl.load(p_slot + i_p // T)
+            position = tl.load(p_start + i_slot) + i_p % T
+            o_table = position * D + o_d
+            b_cos1 = tl.load(p_cos + o_table, mask=m_d, other=0.0).to(tl.float32)[None, :]  # [1, BD]
+            b_sin1 = tl.load(p_sin + o_table, mask=m_d, other=0.0).to(tl.float32)[None, :]
+            b_cos2 = tl.load(p_cos + o_table + HALF, mask=m_d, other=0.0).to(tl.float32)[None, :]
+            b_sin2 = tl.load(p_sin + o_table + HALF, mask=m_d, other=0.0).to(tl.float32)[None, :]
+            scale = tl.load(p_scale + position).to(tl.float32)
+            b_turned1 = b_first * b_cos1 - b_second * b_sin1  # [BH, BD]
+            b_turned2 = b_second * b_cos2 + b_first * b_sin2
+
+            _store_heads(p_q, i_row, o_h, m_h, o_d, m_d, b_turned1 * scale, H, D)
+            _store_heads(p_q, i_row, o_h, m_h, o_d + HALF, m_d, b_turned2 * scale, H, D)
+            _store_heads(p_k, i_row, o_h - H, m_h, o_d, m_d, b_turned1, G, D)
+            _store_heads(p_k, i_row, o_h - H, m_h, o_d + HALF, m_d, b_turned2, G, D)
+            _store_heads(p_v, i_row, o_h - H - G, m_h, o_d, m_d, b_first, G, D)
+            _store_heads(p_v, i_row, o_h - H - G, m_h, o_d + HALF, m_d, b_second, G, D)
 
 
 def rope_rows_reference(

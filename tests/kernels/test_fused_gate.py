@@ -138,6 +138,25 @@ def test_gate_agrees_with_its_reference_and_the_definition(stage: str, delta: fl
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", STAGES[:3])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_main_branches_alone(num_slots: int, stage: str, dtype: torch.dtype) -> None:
+    branches = make_branches([[DENOISE], [FINAL], [DENOISE]][:num_slots], block=5)
+    by_token, width = stage == "embedding", 40
+    source = make_source(branches, by_token, width, dtype)
+    rows = random_map(branches, 0.0) if stage == "mapped" else None
+    addend = None if by_token else random_addend(branches, 2, width, rows)
+    settings = (by_token, addend, torch.rand(width, device=DEVICE).to(dtype), 0.1, None, True)
+    values, _ = expected(source, branches, by_token, addend, -1.0, None, True)
+    stream, out, normed = run(gate_rows, source, branches, *settings)
+    check_map(out, branches)
+    assert int(out.count_1) == len(values)
+    assert torch.equal(stream[: len(values)], values)
+    want = rms_norm(values, settings[2], EPS)
+    assert relative_error(rows_by_position(out, normed), want) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     """A main branch alone without folding, and the same among drafts and other slots, at any number of parts."""
     width, block = 56, 4
