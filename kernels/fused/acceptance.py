@@ -12,6 +12,7 @@ import triton
 from kernels.fused.acceptance_kernel import accept_kernel
 from kernels.fused.control import FLAGS, NEVER, Commit, Counters, Graph, Result, Rules, Slots
 from kernels.fused.drafting import num_warps
+from kernels.fused.launch import overlapped
 from kernels.fused.layout import DENOISE, FINAL, VOID, Branches, Predictions
 from kernels.fused.opening import fill_block_reference, find_ending_reference, opening_mask_reference, tile_width
 from kernels.fused.walk import select_next_reference, walk_reference
@@ -85,6 +86,7 @@ def accept(
         END_THINK=-1 if rules.end_think_id is None else rules.end_think_id,
         NUM_STOP=len(stop_ids),
         num_warps=num_warps(height * width),
+        **overlapped(slots.active_S),
     )
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.fused.control import FLAGS, NEVER
+from kernels.fused.launch import wait_for_inputs
 from kernels.fused.layout import DENOISE, FINAL, VOID
 from kernels.fused.opening import block_limit, fill_block, find_ending, opening_mask
 from kernels.fused.walk import select_next, walk
@@ -65,9 +66,11 @@ def accept_kernel(
     MASK_ID: tl.constexpr,
     END_THINK: tl.constexpr,
     NUM_STOP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     i_s = tl.program_id(0)
     o_b, o_t = tl.arange(0, BB), tl.arange(0, BT)
+    wait_for_inputs(OVERLAP)
     in_t = o_t < T
     start = tl.load(p_start + i_s)
     first_new = tl.load(p_first_new + i_s).to(tl.int32)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fused.launch import overlapped, wait_for_inputs
+
 SLOT_GROUPS = 8
 """Programs that share the slots of one tile: most slots commit nothing, and a check is cheaper than a program."""
 
@@ -57,6 +59,7 @@ def commit_kv(
         BT=tile,
         BGD=triton.next_power_of_2(width),
         num_warps=8,
+        **overlapped(k_LRGD),
     )
 
 
@@ -81,10 +84,12 @@ def _commit_kernel(
     GD: tl.constexpr,
     BT: tl.constexpr,
     BGD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     i_layer = tl.program_id(1)
     o_x = tl.arange(0, BGD)
+    wait_for_inputs(OVERLAP)
     for i_slot in range(tl.program_id(2), num_slots, tl.num_programs(2)):
         i_branch = tl.load(p_commit + i_slot)
         if i_branch >= 0:

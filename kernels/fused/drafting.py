@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels.fused.candidates import SCAN, draft_greedily, draft_tokens_reference, draft_under_noise
 from kernels.fused.control import Graph, Rules, Slots
 from kernels.fused.head_list import list_head_rows, list_head_rows_reference
+from kernels.fused.launch import overlapped, wait_for_inputs
 from kernels.fused.layout import DENOISE, FINAL, VOID, Branches, HeadRows, Predictions
 from kernels.fused.opening import block_limit, find_ending, find_ending_reference, tile_width
 
@@ -87,6 +88,7 @@ def build_branches(
         NUM_STOP=len(stop_ids),
         SCAN=min(SCAN, width),
         num_warps=num_warps(height * width),
+        **overlapped(slots.active_S),
     )
 
 
@@ -150,9 +152,11 @@ def _build_kernel(
     SAMPLED: tl.constexpr,
     NUM_STOP: tl.constexpr,
     SCAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     i_s = tl.program_id(0)
     o_b, o_t = tl.arange(0, BB), tl.arange(0, BT)
+    wait_for_inputs(OVERLAP)
     if tl.load(p_active + i_s).to(tl.int32) == 0:
         tl.store(p_kind + i_s * B + o_b, tl.full([BB], _VOID, tl.int32), mask=o_b < B)
         return

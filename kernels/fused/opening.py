@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.fused.control import Rules, Slots
+from kernels.fused.launch import overlapped, wait_for_inputs
 
 
 def open_block(
@@ -41,6 +42,7 @@ def open_block(
         VERIFY=rules.verify_draft,
         NUM_STOP=len(stop_ids),
         num_warps=1,
+        **overlapped(slots.state_ST),
     )
 
 
@@ -69,8 +71,10 @@ def _open_kernel(
     HAS_SEED: tl.constexpr,
     VERIFY: tl.constexpr,
     NUM_STOP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     o_t = tl.arange(0, BT)
+    wait_for_inputs(OVERLAP)
     start = tl.load(p_start + i_s)
     first_new = tl.load(p_first_new + i_s).to(tl.int32)
     limit = block_limit(tl.load(p_limit + i_s), start, T)

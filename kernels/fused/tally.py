@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kernels.fused.control import Counters, Graph
 from kernels.fused.drafting import num_warps
+from kernels.fused.launch import overlapped, wait_for_inputs
 from kernels.fused.layout import DENOISE, Branches
 from kernels.fused.opening import tile_width
 
@@ -41,6 +42,7 @@ def tally_folds(branches: Branches, graph: Graph, keep_LKST: torch.Tensor, count
         BT=width,
         K=graph.num_depths,
         num_warps=num_warps(height * width),
+        **overlapped(keep_LKST),
     )
 
 
@@ -59,10 +61,12 @@ def _tally_kernel(
     T: tl.constexpr,
     BT: tl.constexpr,
     K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     i_s, i_l = tl.program_id(0), tl.program_id(1)
     num_slots = tl.num_programs(0)
     o_b, o_t = tl.arange(0, BB), tl.arange(0, BT)
+    wait_for_inputs(OVERLAP)
     kind = tl.load(p_kind + i_s * B + o_b, mask=o_b < B, other=0)
     depth = tl.load(p_depth + o_b, mask=o_b < B, other=1)
     draft = (kind == _DENOISE) & (o_b > 0)

@@ -52,7 +52,8 @@ class Candidate:
     def name(self) -> str:
         t = self.tiles
         how = ("tma" if t.tma else "cp") + (" seq" if self.sequential else "")
-        return f"n{t.tile_n} h{t.tall} k{t.tile_k} w{t.num_warps} {t.shared // 1024}K {how}"
+        early = f" early {t.prefetch >> 20}M" if t.prefetch else ""
+        return f"n{t.tile_n} h{t.tall}/{len(t.heights)} k{t.tile_k} w{t.num_warps} {t.shared // 1024}K {how}{early}"
 
 
 @dataclass(frozen=True)
@@ -65,27 +66,24 @@ class Record:
 
 def candidates(room: int, gated: bool) -> list[Candidate]:
     """Plans worth a try; the default of ``linear_plan.plan`` need not be among them."""
-    low, all_heights = (32, 64, 96, 128, 160), (32, 64, 96, 128, 160, 192, 256, 288)
+    low, all_heights = (32, 64, 80, 96, 128, 144, 160), (32, 64, 96, 128, 160, 192, 256, 288)
+    few = Plan(heights=low, tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=True)
     if room == 32:
-        base = Plan(heights=(32,), tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=True)
-        wide = replace(base, tile_n=128, num_warps=8)
-        tiles = [base, replace(base, tile_k=128), replace(base, shared=72 * 1024), wide, replace(base, tma=False)]
-        return [Candidate(t, gated) for t in tiles]
+        base = replace(few, heights=(32,))
+        tiles = [base, replace(base, tile_k=128), replace(base, shared=72 * 1024), replace(base, tma=False)]
+        early = [replace(t, prefetch=size << 20) for t in tiles[:2] for size in (4, 8, 16)]
+        return [Candidate(t, gated) for t in tiles + early]
     if room == 288:
-        base = Plan(heights=low, tile_n=64, tile_k=64, num_warps=8, shared=HALF, tma=True)
-        wide = replace(base, tile_n=128, shared=FULL if gated else HALF)
-        high = replace(base, tile_n=64 if gated else 128, heights=all_heights, shared=FULL)
-        tiles = [base, replace(base, num_warps=4), wide, high, replace(base if gated else wide, tma=False)]
-        if not gated:
-            tiles.append(replace(wide, tile_n=256, shared=FULL))
-        return [Candidate(t, gated) for t in tiles]
-    base = Plan(heights=(64, 128, 192, 256), tile_n=64 if gated else 128, tile_k=64, num_warps=8, shared=FULL, tma=True)
-    square = replace(base, heights=(64, 128), shared=HALF)
-    found = [Candidate(t, gated) for t in (base, replace(base, tma=False), square)]
+        wide = replace(few, tile_n=128, num_warps=8, shared=FULL if gated else HALF)
+        high = replace(few, tile_n=64 if gated else 128, heights=all_heights, num_warps=8, shared=FULL)
+        even = replace(few, heights=(32, 64, 96, 128, 160))
+        return [Candidate(t, gated) for t in (few, even, replace(few, prefetch=8 << 20), wide, high)]
+    base = Plan(heights=(64, 128, 192, 256), tile_n=64, tile_k=64, num_warps=8, shared=FULL, tma=True)
+    square = replace(base, heights=(64, 96, 128), shared=HALF)
     if gated:
-        return [*found, Candidate(replace(base, tile_n=128, heights=(64, 128)), True)]
-    sequential = [replace(base, heights=(64, 128, 192)), square, replace(base, tile_n=64)]
-    return found + [Candidate(t, False, True) for t in sequential]
+        tiles = [base, square, few, replace(base, tile_n=128, heights=(64, 128))]
+        return [Candidate(t, True) for t in tiles]
+    return [Candidate(t, False, True) for t in (base, few, square)] + [Candidate(replace(square, tile_n=128), False)]
 
 
 def default_of(N: int, K: int, room: int, gated: bool) -> Candidate:
