@@ -53,7 +53,26 @@ class StepCost:
 def measure_step(
     engine: Engine, batch_size: int, drafts: int, fold_share: float | None, prompt_len: int, repeats: int
 ) -> StepCost:
-    """Times steps of ``batch_size`` samples of one random prompt, always from the same state.
+    """Times steps as ``ready_step`` gives them, always from the same state."""
+    step = ready_step(engine, batch_size, drafts, fold_share, prompt_len)
+    times = time_steps(step, repeats, engine.device)
+    rows = rows_of_step(step, engine.info.spec.num_layers)
+    quartiles = statistics.quantiles(times, n=4)
+    return StepCost(
+        batch_size=batch_size,
+        drafts=drafts,
+        fold_share=fold_share if drafts else None,
+        step_ms=statistics.median(times),
+        spread_ms=quartiles[2] - quartiles[0],
+        floor_ms=1e3 * weight_floor_s(engine.model),
+        positions=rows[0],
+        qkv_rows=rows[1],
+        ffn_rows=rows[2],
+    )
+
+
+def ready_step(engine: Engine, batch_size: int, drafts: int, fold_share: float | None, prompt_len: int) -> FusedStep:
+    """The step of ``batch_size`` samples of one random prompt, inside their first blocks.
 
     ``fold_share`` forces a pattern: each draft recomputes a window of positions, as if round a token just unmasked.
     """
@@ -72,20 +91,7 @@ def measure_step(
         decoder.prepare()
     for _ in range(WARM_STEPS):
         decoder.decode()
-    times = time_steps(step, repeats, engine.device)
-    rows = rows_of_step(step, engine.info.spec.num_layers)
-    quartiles = statistics.quantiles(times, n=4)
-    return StepCost(
-        batch_size=batch_size,
-        drafts=drafts,
-        fold_share=fold_share if drafts else None,
-        step_ms=statistics.median(times),
-        spread_ms=quartiles[2] - quartiles[0],
-        floor_ms=1e3 * weight_floor_s(engine.model),
-        positions=rows[0],
-        qkv_rows=rows[1],
-        ffn_rows=rows[2],
-    )
+    return step
 
 
 def force_folding(step: FusedStep, share: float) -> None:
@@ -105,6 +111,16 @@ def force_folding(step: FusedStep, share: float) -> None:
 
 def time_steps(step: FusedStep, repeats: int, device: torch.device) -> list[float]:
     """Milliseconds of single steps, all from the present state."""
+    restore = kept_state(step)
+
+    def run() -> None:
+        step.run(False, False)
+
+    return _time_on_gpu(run, restore, repeats) if device.type == "cuda" else _time_on_cpu(run, restore, repeats)
+
+
+def kept_state(step: FusedStep) -> Callable[[], None]:
+    """What brings the slots back to where they are now."""
     tensors = [getattr(step.slots, f.name) for f in fields(step.slots)]
     kept = [tensor.clone() for tensor in tensors]
 
@@ -112,10 +128,7 @@ def time_steps(step: FusedStep, repeats: int, device: torch.device) -> list[floa
         for tensor, value in zip(tensors, kept, strict=True):
             tensor.copy_(value)
 
-    def run() -> None:
-        step.run(False, False)
-
-    return _time_on_gpu(run, restore, repeats) if device.type == "cuda" else _time_on_cpu(run, restore, repeats)
+    return restore
 
 
 def _time_on_gpu(run: Callable[[], None], restore: Callable[[], None], repeats: int) -> list[float]:
