@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused.launch import overlapped, wait_for_inputs
+from kernels.fused.launch import early, overlapped, wait_for_inputs
 from kernels.fused.layout import DENOISE, Addend, Branches, RowMap
+from kernels.fused.placement import place_row, place_rows
 from kernels.fused.residual import (
     MAX_PROGRAMS,
     add_rows,
@@ -25,6 +26,8 @@ from kernels.fused.residual import (
 from kernels.norm import rms_norm
 
 _DENOISE = tl.constexpr(DENOISE)
+MAX_REGISTERS = 64
+"""A thread's in programs of 512: two fit on a multiprocessor, and so nearly all positions of nine branches at once."""
 MAX_EAGER = 320
 """Up to this room positions are read before it is known whether they are there: few are not."""
 
@@ -66,6 +69,7 @@ def gate_rows(
         assert tensor.is_contiguous()
     num_positions = len(branches.slot_A) * block
     folds = delta >= 0 and num_branches > 1
+    config = row_config(width)
     # Where a tensor is not needed another one stands in for it.
     _gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
         source_XE,
@@ -108,7 +112,9 @@ def gate_rows(
         ONE_SLOT=num_slots == 1,
         ONE_BRANCH=num_branches == 1,
         EAGER=num_branches == 1 and not by_token and num_positions <= MAX_EAGER,
-        **row_config(width),
+        **early(source_XE),
+        **config,
+        **({"maxnreg": MAX_REGISTERS} if config["num_warps"] >= 16 else {}),
         **overlapped(source_XE),
     )
 
@@ -155,32 +161,36 @@ def _gate_kernel(
     ONE_SLOT: tl.constexpr,
     ONE_BRANCH: tl.constexpr,
     EAGER: tl.constexpr,
+    EARLY: tl.constexpr,
     BE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # Without folding every position keeps its place: its row has its number.
     IN_PLACE: tl.constexpr = (not (INHERITS or TESTS)) and (not HAS_LENGTH)
+    AT_ONCE: tl.constexpr = EAGER and (not EARLY)
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
     dtype: tl.constexpr = p_stream.dtype.element_ty
     o_e = tl.arange(0, BE)
     m_e = o_e < E
     b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
-    wait_for_inputs(OVERLAP)
-    num_live = tl.load(p_num_live)
+    if not EARLY:
+        wait_for_inputs(OVERLAP)
+    num_live = tl.load(p_num_live, cache_modifier=CACHE)
     # Bounded by the room and not by the list's length: the first loads need not wait for it.
     for i_p in range(tl.program_id(0), num_positions, tl.num_programs(0)):
         i_t = i_p % T
         i_slot, i_branch = 0, 0
         if not ONE_SLOT:
-            i_slot = tl.load(p_slot + i_p // T)
+            i_slot = tl.load(p_slot + i_p // T, cache_modifier=CACHE)
         if not ONE_BRANCH:
-            i_branch = tl.load(p_branch + i_p // T)
-        if EAGER:
-            b_stored = stored_row(p_source, i_p, o_e, m_e, E)  # [BE]
+            i_branch = tl.load(p_branch + i_p // T, cache_modifier=CACHE)
+        if AT_ONCE:
+            b_stored = stored_row(p_source, i_p, o_e, m_e, E, "")  # [BE]
             if (K > 0) and (not MAPPED):
                 b_added = added_row(p_parts, i_p, num_rows, o_e, m_e, E, K)  # [BE]
         live = i_p // T < num_live
         if HAS_LENGTH:
-            live = live & (i_t < tl.load(p_length + tl.where(live, i_slot, 0)))
+            live = live & (i_t < tl.load(p_length + tl.where(live, i_slot, 0), cache_modifier=CACHE))
         if live:
             i_table = (i_slot * num_branches + i_branch) * T + i_t
             i_ancestors = tl.full([], 1, tl.int64)
@@ -189,34 +199,40 @@ def _gate_kernel(
             i_part = i_p
             if MAPPED:
                 if ONE_BRANCH:
-                    i_part = tl.load(p_added_row + i_table)
+                    i_part = tl.load(p_added_row + i_table, cache_modifier=CACHE)
                 else:
-                    i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T)
+                    i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T, CACHE)
             fold = False
             if INHERITS or TESTS:
-                fold = (i_branch > 0) & (tl.load(p_kind + i_table // T) == _DENOISE)
+                fold = (i_branch > 0) & (tl.load(p_kind + i_table // T, cache_modifier=CACHE) == _DENOISE)
             if INHERITS:
-                fold = fold & (((tl.load(p_inherit_keep + i_slot * T + i_t) >> i_branch) & 1) == 0)
-            if not EAGER:
-                b_stored = stored_row(p_source, tl.load(p_tokens + i_table) if BY_TOKEN else i_p, o_e, m_e, E)  # [BE]
-            b_x = b_stored
-            if K > 0:
-                if MAPPED or not EAGER:
-                    b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
-                b_x = add_rows(b_stored, b_added, dtype)
+                kept = tl.load(p_inherit_keep + i_slot * T + i_t, cache_modifier=CACHE)
+                fold = fold & (((kept >> i_branch) & 1) == 0)
+            if not AT_ONCE:
+                i_source = tl.load(p_tokens + i_table, cache_modifier=CACHE) if BY_TOKEN else i_p
+                b_stored = stored_row(p_source, i_source, o_e, m_e, E, CACHE)  # [BE]
+            if (not EARLY) and (K > 0) and (MAPPED or not AT_ONCE):
+                b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
             if TESTS:
                 # Masked and not branched over: the parent's row is on its way together with the branch's own.
                 i_above = i_slot * num_branches + tl.load(p_parent + i_branch)
-                i_p_above = tl.load(p_index + i_above) * T + i_t
-                i_source = tl.load(p_tokens + i_above * T + i_t) if BY_TOKEN else i_p_above
-                m_above = o_e < tl.where(fold, E, 0)
-                b_above = stored_row(p_source, i_source, o_e, m_above, E)  # [BE]
+                i_p_above = tl.load(p_index + i_above, cache_modifier=CACHE) * T + i_t
+                i_source = tl.load(p_tokens + i_above * T + i_t, cache_modifier=CACHE) if BY_TOKEN else i_p_above
+                b_above = stored_row(p_source, i_source, o_e, o_e < tl.where(fold, E, 0), E, CACHE)  # [BE]
+                i_part_above = i_p_above
+                if MAPPED:
+                    # A branch's ancestors are its parent's and itself. (Of main branches this makes none, hence row 0.)
+                    i_above = i_ancestors ^ (tl.full([], 1, tl.int64) << i_branch)
+                    i_part_above = source_row(p_added_keep, p_added_row, i_above, i_slot, i_t, num_branches, T, CACHE)
+            if EARLY:
+                wait_for_inputs(OVERLAP)
                 if K > 0:
-                    i_part_above = i_p_above
-                    if MAPPED:
-                        # A branch's ancestors are its parent's and itself. (Of main branches this makes none, hence 0.)
-                        i_above = i_ancestors ^ (tl.full([], 1, tl.int64) << i_branch)
-                        i_part_above = source_row(p_added_keep, p_added_row, i_above, i_slot, i_t, num_branches, T)
+                    b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+            b_x = b_stored
+            if K > 0:
+                b_x = add_rows(b_stored, b_added, dtype)
+            if TESTS:
+                if K > 0:
                     # Where the position was folded in the layer before, the same row serves both: it is here already.
                     other = i_part_above != i_part
                     m_other = o_e < tl.where(fold & other, E, 0)
@@ -225,42 +241,14 @@ def _gate_kernel(
                 fold = fold & _is_near(b_x, b_above, delta_squared)
             tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)
             if not fold:
-                i_row = _place_row(
+                i_row = place_row(
                     p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_slot, i_branch, i_t,
                     num_live, num_branches, num_slot_rows, T, IN_PLACE, ONE_SLOT,
                 )  # fmt: skip
                 b_normed = rms_norm_row(b_x, b_weight, eps, p_normed.dtype.element_ty, E)
                 tl.store(p_normed + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)
-
-
-@triton.jit
-def _place_row(
-    p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_slot, i_branch, i_t, num_live,
-    num_branches, num_slot_rows, T: tl.constexpr, IN_PLACE: tl.constexpr, ONE_SLOT: tl.constexpr,
-):  # fmt: skip
-    """Enters a kept position into the map and returns its row. In place, nothing waits for a counter's answer."""
-    i_row, i_in_slot = i_p, i_p
-    if not IN_PLACE:
-        i_row = tl.atomic_add(p_count, 1, sem="relaxed")
-        i_in_slot = i_row
-        if ONE_SLOT:
-            tl.atomic_add(p_slot_count, 1, sem="relaxed")
-        else:
-            i_in_slot = tl.atomic_add(p_slot_count + i_slot, 1, sem="relaxed")
-    else:
-        if i_p == 0:
-            tl.store(p_count, num_live * T)
-        if not ONE_SLOT:
-            # A slot's branches stand together in the list, the main one first.
-            i_in_slot = i_p - tl.load(p_index + i_slot * num_branches) * T
-            tl.atomic_add(p_slot_count + i_slot, 1, sem="relaxed")
-        elif i_p == 0:
-            tl.store(p_slot_count, num_live * T)
-    tl.store(p_slot_rows + i_slot * num_slot_rows + i_in_slot, i_row)
-    tl.atomic_or(p_keep + i_slot * T + i_t, tl.full([], 1, tl.int64) << i_branch, sem="relaxed")
-    tl.store(p_row + (i_slot * num_branches + i_branch) * T + i_t, i_row)
-    tl.store(p_position + i_row, i_p)
-    return i_row
+    if EARLY:
+        wait_for_inputs(OVERLAP)  # For programs without a position: that this kernel ended must tell as much as ever.
 
 
 @triton.jit
@@ -315,23 +303,6 @@ def gate_rows_reference(
         residual = (x.float() - above).square().sum(-1)
         fold &= residual <= delta * delta * above.square().sum(-1)
     kept = ~fold
-    _place_rows(out, position[kept], slot[kept], branch[kept], t[kept])
+    place_rows(out, position[kept], slot[kept], branch[kept], t[kept])
     row = out.row_SBT[slot[kept], branch[kept], t[kept]].long()
     normed_RE[row] = rms_norm(x[kept], norm_weight_E, eps)
-
-
-def _place_rows(
-    out: RowMap, position_N: torch.Tensor, slot_N: torch.Tensor, branch_N: torch.Tensor, t_N: torch.Tensor
-) -> None:
-    """Appends rows for kept positions."""
-    row = int(out.count_1) + torch.arange(len(position_N), device=position_N.device)
-    # Each branch sets its own bit, once: the sum is the union.
-    out.keep_ST.index_put_((slot_N, t_N), torch.ones_like(branch_N) << branch_N, accumulate=True)
-    out.row_SBT[slot_N, branch_N, t_N] = row.int()
-    out.position_R[row] = position_N.int()
-    out.count_1.add_(len(row))
-    for s in slot_N.unique().tolist():
-        mine = row[slot_N == s].int()
-        have = int(out.slot_count_S[s])
-        out.slot_rows_SX[s, have : have + len(mine)] = mine
-        out.slot_count_S[s] += len(mine)

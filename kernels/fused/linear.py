@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.fused.launch import overlapped, wait_for_inputs
+from kernels.fused.launch import early, overlapped, wait_for_inputs
 from kernels.fused.linear_plan import PIECES, Plan, num_parts, num_splits, plan, prefetch_depth, split_width
+from kernels.fused.prefetch import prefetch_tile
 from kernels.linear import pad_rows
 
 __all__ = ["linear_rows", "linear_rows_reference", "num_parts", "num_splits", "swiglu_rows", "swiglu_rows_reference"]
@@ -137,33 +138,13 @@ def _run_tile(
         _store_tile(p_out, acc1, o_m + BM0, end_m, o_n, N, BM1, BN)
 
 
-@triton.jit
-def _prefetch(
-    p_weight, o_n, k_begin, N, K, DEPTH: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
-    THREADS: tl.constexpr,
-):  # fmt: skip
-    """Asks for DEPTH of the inner width of a weight tile to come to the L2 cache: one request a thread."""
-    ROWS: tl.constexpr = 2 * BN if GATED else BN
-    PIECES_A_ROW: tl.constexpr = THREADS // ROWS
-    WIDTH: tl.constexpr = DEPTH // PIECES_A_ROW
-    i = tl.arange(0, THREADS)
-    i_n = i // PIECES_A_ROW % BN
-    i_row = tl.minimum(o_n + i_n, N - 1) + i // (PIECES_A_ROW * BN) * N
-    i_k = tl.minimum(k_begin + i % PIECES_A_ROW * WIDTH, K - WIDTH)
-    p = p_weight + i_row.to(tl.int64) * K + i_k
-    num_bytes = WIDTH * (p_weight.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [p.to(tl.int64), i * 0 + num_bytes],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["rows_per_count", "splits"])
 def _project_kernel(
     x16, x32, x64, x128, x256, w, p_weight, p_out, p_count, rows_per_count, room_m, N, K, splits, split_k, part_stride,
     HEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
     ROOM: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
-    ONE_TILE: tl.constexpr, DEPTH: tl.constexpr, THREADS: tl.constexpr, OVERLAP: tl.constexpr,
+    ONE_TILE: tl.constexpr, DEPTH: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of the output and a split; the first ones are active, the rest of the grid does nothing.
 
@@ -176,9 +157,13 @@ def _project_kernel(
     columns = tl.cdiv(N, BN) * parallel
     if (DEPTH > 0) and (pid < columns):
         # Which program asks for which tile does not matter, and the first ones start first.
-        _prefetch(p_weight, pid // parallel * BN, pid % parallel * split_k, N, K, DEPTH, BN, GATED, THREADS)
-    wait_for_inputs(OVERLAP)
-    rows = tl.minimum(tl.load(p_count) * rows_per_count, room_m)
+        prefetch_tile(p_weight, pid // parallel * BN, pid % parallel * split_k, N, K, DEPTH, BN, GATED, THREADS)
+    if EARLY:
+        rows = tl.minimum(tl.load(p_count, cache_modifier=".cg") * rows_per_count, room_m)
+        wait_for_inputs(OVERLAP)
+    else:
+        wait_for_inputs(OVERLAP)
+        rows = tl.minimum(tl.load(p_count) * rows_per_count, room_m)
     if ONE_TILE:
         # Nothing but the stores' mask waits for the count.
         _run_tile(
@@ -229,13 +214,15 @@ def project_rows(
         w = TensorDescriptor.from_tensor(weight, [tiles.tile_n, tiles.tile_k])
     row_tiles, columns = triton.cdiv(room, tiles.tall), triton.cdiv(N, tiles.tile_n) * (1 if sequential else splits)
     width, overlap = split_width(K, splits), overlapped(x_RK)
+    # Output and down projections: the kernel before does not write their count. Of the others it does.
+    reads_early = early(x_RK)["EARLY"] and not gated and N <= K
     _project_kernel[(row_tiles * columns,)](
         *x_by_rows, w, weight, out, count_1, rows_per_count, room, N, K, splits, width, room * N,
         HEIGHTS=tiles.heights, BN=tiles.tile_n, BK=tiles.tile_k, GATED=gated, SEQUENTIAL=sequential,
         ROOM=tiles.shared // x_RK.element_size(), GROUP=tiles.group, TMA=tiles.tma, EVEN_K=K % tiles.tile_k == 0,
         EVICT="evict_first" if tiles.evict_first else "", ONE_TILE=row_tiles == 1 and len(tiles.heights) == 1,
         DEPTH=prefetch_depth(tiles, columns, min(width, K), gated) if overlap["OVERLAP"] else 0,
-        THREADS=32 * tiles.num_warps, num_warps=tiles.num_warps, **overlap,
+        THREADS=32 * tiles.num_warps, EARLY=reads_early, num_warps=tiles.num_warps, **overlap,
     )  # fmt: skip
 
 

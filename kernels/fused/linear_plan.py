@@ -103,8 +103,8 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
     if max_rows <= FEW_ROWS:
         # Two programs of one warp group on a multiprocessor: one multiplies while the other waits. 80 rows serve nine
         # branches that are 85% folded, 144 twice over nine that are not.
-        heights = (32, 64, 80, 96, 128, 144, 160)
-        return Plan(heights, tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
+        every = (32, 64, 80, 96, 128, 144, 160)
+        return Plan(every, tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
     if gated:
         return Plan((64, 96, 128), tile_n=64, tile_k=64, num_warps=8, shared=HALF, tma=tma, prefetch=prefetch)
     if parallel:

@@ -97,8 +97,8 @@ def _head_norm_kernel(
         i_part = i_p
         if MAPPED:
             i_slot, i_branch = tl.load(p_slot + i_p // T), tl.load(p_branch + i_p // T)
-            i_part = source_row(p_keep, p_map, tl.load(p_ancestors + i_branch), i_slot, i_p % T, num_branches, T)
-        b_stored = stored_row(p_stream, i_p, o_e, m_e, E)  # [BE]
+            i_part = source_row(p_keep, p_map, tl.load(p_ancestors + i_branch), i_slot, i_p % T, num_branches, T, "")
+        b_stored = stored_row(p_stream, i_p, o_e, m_e, E, "")  # [BE]
         b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
         b_x = add_rows(b_stored, b_added, p_stream.dtype.element_ty)
         b_normed = rms_norm_row(b_x, b_weight, eps, p_out.dtype.element_ty, E)

@@ -30,27 +30,26 @@ def row_config(width: int) -> dict[str, int | bool]:
 
 @triton.jit
 def highest_bit(i_bits):
-    """Number of the highest bit that is set in a positive int64; 0 for 0."""
-    i_bit = (i_bits * 0).to(tl.int32)
-    for step in tl.static_range(6):
-        shift = 32 >> step
-        i_upper = i_bits >> shift
-        i_bit += tl.where(i_upper != 0, shift, 0)
-        i_bits = tl.where(i_upper != 0, i_upper, i_bits)
-    return i_bit
+    """Number of the highest bit that is set in a positive int64; 0 for 0.
+
+    The exponent of a float32; without the bit below the highest, rounding cannot reach the next power of two.
+    """
+    i_float = (i_bits & ~(i_bits >> 1)).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.maximum((i_float >> 23) - 127, 0)
 
 
 @triton.jit
-def source_row(p_keep, p_row, i_ancestors, i_slot, i_t, num_branches, T: tl.constexpr):
+def source_row(p_keep, p_row, i_ancestors, i_slot, i_t, num_branches, T: tl.constexpr, CACHE: tl.constexpr):
     """Row that serves block position t of the branch with these ancestors."""
-    i_branch = highest_bit(tl.load(p_keep + i_slot * T + i_t) & i_ancestors)
-    return tl.load(p_row + (i_slot * num_branches + i_branch) * T + i_t)
+    i_branch = highest_bit(tl.load(p_keep + i_slot * T + i_t, cache_modifier=CACHE) & i_ancestors)
+    return tl.load(p_row + (i_slot * num_branches + i_branch) * T + i_t, cache_modifier=CACHE)
 
 
 @triton.jit
-def stored_row(p_source, i_source, o_e, m_e, E: tl.constexpr):
+def stored_row(p_source, i_source, o_e, m_e, E: tl.constexpr, CACHE: tl.constexpr):
     """Stored row in float32."""
-    return tl.load(p_source + tl.cast(i_source, tl.int64) * E + o_e, mask=m_e, other=0.0).to(tl.float32)  # [BE]
+    p = p_source + tl.cast(i_source, tl.int64) * E + o_e
+    return tl.load(p, mask=m_e, other=0.0, cache_modifier=CACHE).to(tl.float32)  # [BE]
 
 
 @triton.jit

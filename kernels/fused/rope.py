@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused.launch import overlapped, wait_for_inputs
+from kernels.fused.launch import early, overlapped, wait_for_inputs
 from kernels.fused.layout import Branches, RowMap
 from kernels.fused.residual import MAX_PROGRAMS
 from kernels.rope import apply_rope
@@ -69,6 +69,7 @@ def rope_rows(
         ONE_SLOT=len(branches.start_S) == 1,
         num_warps=8 if heads_per_tile * half > 512 else 4,
         enable_fp_fusion=False,
+        **early(parts_KRN),
         **overlapped(parts_KRN),
     )
 
@@ -117,6 +118,7 @@ def _rope_kernel(
     BD: tl.constexpr,
     BIAS: tl.constexpr,
     ONE_SLOT: tl.constexpr,
+    EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
@@ -132,25 +134,31 @@ def _rope_kernel(
     if BIAS:
         b_bias1 = tl.load(p_bias + o_n, mask=m_n, other=0.0)  # [BH, BD]
         b_bias2 = tl.load(p_bias + o_n + HALF, mask=m_n, other=0.0)
-    wait_for_inputs(OVERLAP)
-    count = tl.load(p_count)
+    if not EARLY:
+        wait_for_inputs(OVERLAP)
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    count = tl.load(p_count, cache_modifier=CACHE)
     # Bounded by the room and not by the count: the first loads need not wait for it.
     for i_row in range(tl.program_id(1), num_rows, tl.num_programs(1)):
-        i_p = tl.load(p_position + i_row)
+        i_p = tl.load(p_position + i_row, cache_modifier=CACHE)
         if i_row < count:
-            b_first = _sum_parts(p_parts, b_bias1, i_row, o_n, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
-            b_second = _sum_parts(p_parts, b_bias2, i_row, o_n + HALF, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
-
+            if not EARLY:
+                b_first = _sum_parts(p_parts, b_bias1, i_row, o_n, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
+                b_second = _sum_parts(p_parts, b_bias2, i_row, o_n + HALF, m_n, num_rows, dtype, K, N, BIAS)
             i_slot = 0
             if not ONE_SLOT:
-                i_slot = tl.load(p_slot + i_p // T)
-            position = tl.load(p_start + i_slot) + i_p % T
+                i_slot = tl.load(p_slot + i_p // T, cache_modifier=CACHE)
+            position = tl.load(p_start + i_slot, cache_modifier=CACHE) + i_p % T
             o_table = position * D + o_d
             b_cos1 = tl.load(p_cos + o_table, mask=m_d, other=0.0).to(tl.float32)[None, :]  # [1, BD]
             b_sin1 = tl.load(p_sin + o_table, mask=m_d, other=0.0).to(tl.float32)[None, :]
             b_cos2 = tl.load(p_cos + o_table + HALF, mask=m_d, other=0.0).to(tl.float32)[None, :]
             b_sin2 = tl.load(p_sin + o_table + HALF, mask=m_d, other=0.0).to(tl.float32)[None, :]
             scale = tl.load(p_scale + position).to(tl.float32)
+            if EARLY:
+                wait_for_inputs(OVERLAP)
+                b_first = _sum_parts(p_parts, b_bias1, i_row, o_n, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
+                b_second = _sum_parts(p_parts, b_bias2, i_row, o_n + HALF, m_n, num_rows, dtype, K, N, BIAS)
             b_turned1 = b_first * b_cos1 - b_second * b_sin1  # [BH, BD]
             b_turned2 = b_second * b_cos2 + b_first * b_sin2
 
@@ -160,6 +168,8 @@ def _rope_kernel(
             _store_heads(p_k, i_row, o_h - H, m_h, o_d + HALF, m_d, b_turned2, G, D)
             _store_heads(p_v, i_row, o_h - H - G, m_h, o_d, m_d, b_first, G, D)
             _store_heads(p_v, i_row, o_h - H - G, m_h, o_d + HALF, m_d, b_second, G, D)
+    if EARLY:
+        wait_for_inputs(OVERLAP)  # For programs without a row.
 
 
 def rope_rows_reference(
