@@ -1,9 +1,7 @@
-"""Attention of recomputed rows over their slot's prefix, as a streaming softmax state that the block part is added to.
+"""Attention of recomputed rows over their slot's prefix, as streaming softmax states that the block part is added to.
 
-The prefix is cut into at most ``MAX_CHUNKS`` chunks. Each chunk is a softmax of its own, and the states are merged one
-after another in ascending order: either by the program that computed them all, or, when there are few rows and the
-GPU would idle, by whichever of the chunks' programs comes last. Both do the same operations on a row in the same
-order. Neither the cut nor anything else depends on more than the row's query and its slot's prefix.
+Each chunk of the prefix is a softmax of its own (``prefix_state``). Nothing that is computed for a row depends on more
+than its query and its slot's prefix.
 
 R rows, H query heads, G key/value heads, D head width, S slots, X room for the rows of a slot, P pages of W positions.
 Scores are in base 2: ``scale * log2(e)`` times the product.
@@ -17,138 +15,127 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fused.launch import overlapped, wait_for_inputs
 from kernels.fused.layout import RowMap
-from kernels.fused.prefix_state import MAX_CHUNKS, MIN_CHUNK, QUERY_TILE, ChunkStates, PrefixState, padded_width
+from kernels.fused.prefix_state import PrefixState, cut_prefix, padded_width
 from kernels.fused.softmax import add_keys, merge_keys, no_keys
 
-KEY_TILE = {torch.bfloat16: 64, torch.float32: 32}
 MAX_PROGRAMS = {True: 2 * 132, False: 8 * 132}
 """With chunks side by side as many as run at once on 132 processors; else more, for what they do differs in length."""
 
 
 @triton.jit
-def _chunk(
-    b_q, p_k, p_v, p_pages, i_g, first, last, scale_log2,
+def _pages(p_pages, start, last, W: tl.constexpr, BN: tl.constexpr):
+    """Numbers of the one or two pages where the keys of a tile lie: scalars, so a thread has no address per key."""
+    page_0 = tl.load(p_pages + tl.minimum(start, last - 1) // W)
+    page_1 = page_0
+    if BN > W:
+        page_1 = tl.load(p_pages + tl.minimum(start + W, last - 1) // W)
+    return page_0, page_1
+
+
+@triton.jit
+def _add_chunk(
+    b_q, p_k, p_v, p_pages, page_0, page_1, i_g, first, last, scale_log2,
     G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """State over the keys first <= j < last, which are not none."""
-    o_d = tl.arange(0, BD)
+    """State over the keys first <= j < last, which are not none; the pages are those of the first tile."""
+    o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
     b_m, b_l, b_acc = no_keys(BM, BD)
     for start in range(first, last, BN):
-        o_j = start + tl.arange(0, BN)
-        inside = o_j < last
-        b_page = tl.load(p_pages + o_j // W, mask=inside, other=0)
-        o_kv = (b_page * W + o_j % W) * (G * D) + i_g * D
+        # The pages of the next tile: their numbers are there when its keys are asked for.
+        next_0, next_1 = _pages(p_pages, start + BN, last, W, BN)
+        inside = o_n < last - start
         mask = inside[:, None]
         if D < BD:
             mask = mask & (o_d < D)[None, :]
-        b_k = tl.load(p_k + o_kv[:, None] + o_d[None, :], mask=mask, other=0.0)  # [BN, BD]
-        b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=mask, other=0.0)
+        o_w = o_n % W if BN > W else start % W + o_n
+        b_page = tl.where(o_n < W, page_0 * (W * G * D) + i_g * D, page_1 * (W * G * D) + i_g * D)
+        o_kv = b_page[:, None] + (o_w.to(tl.int64)[:, None] * (G * D) + o_d[None, :])
+        b_k = tl.load(p_k + o_kv, mask=mask, other=0.0)  # [BN, BD]
+        b_v = tl.load(p_v + o_kv, mask=mask, other=0.0)
         b_m, b_l, b_acc = add_keys(b_q, b_k, b_v, inside[None, :], b_m, b_l, b_acc, scale_log2)
+        page_0, page_1 = next_0, next_1
     return b_m, b_l, b_acc
 
 
 @triton.jit
-def _store(p_m, p_l, p_acc, o_rh, valid, b_m, b_l, b_acc, D: tl.constexpr, BD: tl.constexpr):
-    o_d = tl.arange(0, BD)
-    tl.store(p_m + o_rh, b_m, mask=valid)
-    tl.store(p_l + o_rh, b_l, mask=valid)
-    tl.store(p_acc + o_rh[:, None] * D + o_d[None, :], b_acc, mask=valid[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def _store_chunk(p_m, p_l, p_acc, i_state, b_m, b_l, b_acc, BM: tl.constexpr, BD: tl.constexpr):
-    """Scratch is laid out by tiles, so that its addresses take no registers."""
-    o_m, o_d = tl.arange(0, BM), tl.arange(0, BD)
-    tl.store(p_m + i_state * BM + o_m, b_m)
-    tl.store(p_l + i_state * BM + o_m, b_l)
-    tl.store(p_acc + i_state * (BM * BD) + o_m[:, None] * BD + o_d[None, :], b_acc)
-
-
-@triton.jit
-def _load_chunk(p_m, p_l, p_acc, i_state, BM: tl.constexpr, BD: tl.constexpr):
-    o_m, o_d = tl.arange(0, BM), tl.arange(0, BD)
-    b_acc = tl.load(p_acc + i_state * (BM * BD) + o_m[:, None] * BD + o_d[None, :])  # [BM, BD]
-    return tl.load(p_m + i_state * BM + o_m), tl.load(p_l + i_state * BM + o_m), b_acc
-
-
-@triton.jit
-def _merge_chunks(p_m, p_l, p_acc, i_state, num_chunks, BM: tl.constexpr, BD: tl.constexpr):
-    """Merges the stored states of a tile, of which there are at least two; the next one is on its way meanwhile."""
-    b_m, b_l, b_acc = _load_chunk(p_m, p_l, p_acc, i_state, BM, BD)
-    b_m_next, b_l_next, b_acc_next = _load_chunk(p_m, p_l, p_acc, i_state + 1, BM, BD)
-    for i_c in range(2, num_chunks):
-        b_m_c, b_l_c, b_acc_c = b_m_next, b_l_next, b_acc_next
-        b_m_next, b_l_next, b_acc_next = _load_chunk(p_m, p_l, p_acc, i_state + i_c, BM, BD)
-        b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, b_m_c, b_l_c, b_acc_c)
-    return merge_keys(b_m, b_l, b_acc, b_m_next, b_l_next, b_acc_next)
-
-
-@triton.jit
-def _chunk_keys(length, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    return tl.maximum(tl.cdiv(length, CHUNKS * CHUNK), 1) * CHUNK
-
-
-@triton.jit
 def _prefix_kernel(
-    p_q, p_k, p_v, p_m, p_l, p_acc, p_part_m, p_part_l, p_part_acc, p_arrived,
-    p_slot_rows, p_slot_count, p_page_table, p_prefix_len, scale_log2, num_slots, room, num_pages, room_tiles,
+    p_q, p_k, p_v, p_m, p_l, p_acc, p_slot_rows, p_slot_count, p_page_table, p_prefix_len, scale_log2,
+    num_slots, room, num_pages, num_rows,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    BS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, ONE_CHUNK: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = H // G
-    o_s, o_d = tl.arange(0, BS), tl.arange(0, BD)
+    if not EARLY:
+        wait_for_inputs(OVERLAP)
     # The work that there is, slot by slot, is dealt to the programs: hardly one is launched in vain.
-    b_queries = tl.load(p_slot_count + o_s, mask=o_s < num_slots, other=0) * GROUP
-    b_length = tl.load(p_prefix_len + o_s, mask=o_s < num_slots, other=0).to(tl.int32)
-    b_items = tl.where(b_length > 0, tl.cdiv(b_queries, BM) * G, 0)
-    if SPLIT:
-        b_items = b_items * tl.cdiv(b_length, _chunk_keys(b_length, CHUNKS, CHUNK))
-    b_end = tl.cumsum(b_items, 0)
-    for item in range(tl.program_id(0), tl.sum(b_items, 0), tl.num_programs(0)):
-        i_s = tl.sum((b_end <= item).to(tl.int32), 0)
-        i_item = item - tl.sum(tl.where(o_s < i_s, b_items, 0), 0)
-        num_queries = tl.load(p_slot_count + i_s) * GROUP
-        length = tl.load(p_prefix_len + i_s).to(tl.int32)
-        p_pages = p_page_table + i_s.to(tl.int64) * num_pages
-        p_rows = p_slot_rows + i_s.to(tl.int64) * room
-        chunk = _chunk_keys(length, CHUNKS, CHUNK)
-        num_chunks = tl.cdiv(length, chunk)
-        i_c = 0
-        if SPLIT:
-            i_c = i_item % num_chunks
-            i_item = i_item // num_chunks
-        i_g, i_m = i_item % G, i_item // G
-        o_m = i_m * BM + tl.arange(0, BM)
+    if BS == 1:
+        num_queries = tl.load(p_slot_count) * GROUP
+        length = tl.load(p_prefix_len).to(tl.int32)
+        chunk, num_states = cut_prefix(num_queries, length, 1, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
+        num_items = tl.cdiv(num_queries, BM) * G * num_states
+    else:
+        o_s = tl.arange(0, BS)
+        b_queries = tl.load(p_slot_count + o_s, mask=o_s < num_slots, other=0) * GROUP
+        b_length = tl.load(p_prefix_len + o_s, mask=o_s < num_slots, other=0).to(tl.int32)
+        _, b_states = cut_prefix(b_queries, b_length, num_slots, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
+        b_items = tl.cdiv(b_queries, BM) * G * b_states
+        b_end = tl.cumsum(b_items, 0)
+        num_items = tl.sum(b_items, 0)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        i_item, p_pages, p_rows = item, p_page_table, p_slot_rows
+        if BS > 1:
+            i_s = tl.sum((b_end <= item).to(tl.int32), 0)
+            i_item -= tl.sum(tl.where(o_s < i_s, b_items, 0), 0)
+            num_queries = tl.load(p_slot_count + i_s) * GROUP
+            length = tl.load(p_prefix_len + i_s).to(tl.int32)
+            chunk, num_states = cut_prefix(num_queries, length, num_slots, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
+            p_pages += i_s * num_pages
+            p_rows += i_s * room
+        i_c = i_item % num_states
+        i_g, i_m = i_item // num_states % G, i_item // num_states // G
+        first = i_c * chunk
+        page_0, page_1 = _pages(p_pages, first, length, W, BN)
+        o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
         valid = o_m < num_queries
-        b_row = tl.load(p_rows + o_m // GROUP, mask=valid, other=0).to(tl.int64)
-        o_rh = b_row * H + i_g * GROUP + o_m % GROUP
-        b_q = tl.load(p_q + o_rh[:, None] * D + o_d[None, :], mask=valid[:, None] & (o_d < D)[None, :], other=0.0)
-        if SPLIT:
-            first = i_c * chunk
+        b_row = o_m // GROUP
+        if BS > 1:  # The rows of an only slot are all that there are, so no list need be read.
+            b_row = tl.load(p_rows + b_row, mask=valid, other=0)
+        o_q = (b_row * H + i_g * GROUP + o_m % GROUP) * D
+        inside = valid[:, None]
+        if D < BD:
+            inside = inside & (o_d < D)[None, :]
+        if EARLY:
+            wait_for_inputs(OVERLAP)
+        b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=inside, other=0.0)  # [BM, BD]
+        if ONE_CHUNK:
             last = tl.minimum(first + chunk, length)
-            b_m, b_l, b_acc = _chunk(b_q, p_k, p_v, p_pages, i_g, first, last, scale_log2, G, D, W, BM, BN, BD)
+            b_m, b_l, b_acc = _add_chunk(
+                b_q, p_k, p_v, p_pages, page_0, page_1, i_g, first, last, scale_log2, G, D, W, BM, BN, BD
+            )
         else:
             b_m, b_l, b_acc = no_keys(BM, BD)
-            for first in range(0, length, chunk):
-                last = tl.minimum(first + chunk, length)
-                b_m_c, b_l_c, b_acc_c = _chunk(
-                    b_q, p_k, p_v, p_pages, i_g, first, last, scale_log2, G, D, W, BM, BN, BD
+            for start in range(first, tl.where(num_states > 1, tl.minimum(first + chunk, length), length), chunk):
+                last = tl.minimum(start + chunk, length)
+                b_m_c, b_l_c, b_acc_c = _add_chunk(
+                    b_q, p_k, p_v, p_pages, page_0, page_1, i_g, start, last, scale_log2, G, D, W, BM, BN, BD
                 )
                 b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, b_m_c, b_l_c, b_acc_c)
-        if SPLIT and num_chunks > 1:
-            i_tile = (i_s * G + i_g) * room_tiles + i_m
-            i_state = i_tile.to(tl.int64) * CHUNKS
-            _store_chunk(p_part_m, p_part_l, p_part_acc, i_state + i_c, b_m, b_l, b_acc, BM, BD)
-            # The barrier puts every thread's stores before the release of the one that counts; the last program's
-            # acquire makes all chunks visible to it.
-            tl.debug_barrier()
-            if tl.atomic_add(p_arrived + i_tile, 1, sem="acq_rel") == num_chunks - 1:
-                b_m, b_l, b_acc = _merge_chunks(p_part_m, p_part_l, p_part_acc, i_state, num_chunks, BM, BD)
-                _store(p_m, p_l, p_acc, o_rh, valid, b_m, b_l, b_acc, D, BD)
-                tl.store(p_arrived + i_tile, 0)
+                page_0, page_1 = _pages(p_pages, last, length, W, BN)
+        o_state = (i_c * G + i_g) * (num_rows * GROUP)
+        if BS > 1:
+            o_state += b_row * GROUP + o_m % GROUP
         else:
-            _store(p_m, p_l, p_acc, o_rh, valid, b_m, b_l, b_acc, D, BD)
+            o_state += o_m
+        tl.store(p_m + o_state, b_m, mask=valid)
+        tl.store(p_l + o_state, b_l, mask=valid)
+        tl.store(p_acc + o_state[:, None] * D + o_d[None, :], b_acc, mask=inside)
+    if EARLY:
+        wait_for_inputs(
+            OVERLAP
+        )  # Also where there was no item: the end of this kernel tells the next one of those before.
 
 
 def prefix_attention(
@@ -168,28 +155,21 @@ def prefix_attention(
     without a prefix are left alone.
     """
     num_slots, room = rows.slot_rows_SX.shape
-    num_heads, head_dim = q_RHD.shape[1:]
+    num_rows, num_heads, head_dim = q_RHD.shape
     width, num_kv = k_PWGD.shape[1:3]
     tensors = (q_RHD, k_PWGD, v_PWGD, page_table_SP, rows.slot_rows_SX)
     assert all(x.is_contiguous() for x in tensors), "the kernel takes contiguous tensors"
-    query_tile = QUERY_TILE[q_RHD.dtype]
-    split = state.chunks is not None
-    # Without chunks the arguments of the scratch are never read.
-    parts = state.chunks or ChunkStates(state.m_RH, state.l_RH, state.acc_RHD, rows.slot_count_S)
-    tiles = triton.cdiv(room * (num_heads // num_kv), query_tile)
-    assert not split or num_slots * num_kv * tiles <= len(parts.arrived_N), "the state has no room for so many rows"
-    items = num_slots * num_kv * tiles * (MAX_CHUNKS if split else 1)
-    _prefix_kernel[(min(items, MAX_PROGRAMS[split]),)](
+    plan = state.plan
+    assert width % plan.key_tile == 0 or plan.key_tile in (width, 2 * width), "a tile of keys has at most two pages"
+    tiles = num_slots * num_kv * triton.cdiv(room * (num_heads // num_kv), plan.query_tile)
+    split = state.split_tiles > 0
+    _prefix_kernel[(min(tiles * (plan.max_chunks if split else 1), MAX_PROGRAMS[split]),)](
         q_RHD,
         k_PWGD,
         v_PWGD,
-        state.m_RH,
-        state.l_RH,
-        state.acc_RHD,
-        parts.m_NCM,
-        parts.l_NCM,
-        parts.acc_NCMD,
-        parts.arrived_N,
+        state.m_CGRY,
+        state.l_CGRY,
+        state.acc_CGRYD,
         rows.slot_rows_SX,
         rows.slot_count_S,
         page_table_SP,
@@ -198,20 +178,23 @@ def prefix_attention(
         num_slots,
         room,
         page_table_SP.shape[1],
-        tiles,
+        num_rows,
         H=num_heads,
         G=num_kv,
         D=head_dim,
         W=width,
-        BS=max(2, triton.next_power_of_2(num_slots)),
-        BM=query_tile,
-        BN=KEY_TILE[q_RHD.dtype],
+        CHUNKS=plan.max_chunks,
+        CHUNK=plan.min_chunk,
+        SPLIT_TILES=state.split_tiles,
+        ONE_CHUNK=tiles < state.split_tiles,
+        BS=triton.next_power_of_2(num_slots),
+        BM=plan.query_tile,
+        BN=plan.key_tile,
         BD=padded_width(head_dim),
-        CHUNKS=MAX_CHUNKS,
-        CHUNK=MIN_CHUNK,
-        SPLIT=split,
-        num_warps=4,
-        num_stages=3,
+        EARLY=plan.early,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **overlapped(q_RHD),
     )
 
 
@@ -225,7 +208,7 @@ def prefix_attention_reference(
     scale: float,
     state: PrefixState,
 ) -> None:
-    """The same in torch, one softmax over the whole prefix."""
+    """The same in torch, one softmax over the whole prefix: always the first state alone."""
     width, num_kv, head_dim = k_PWGD.shape[1:]
     group = q_RHD.shape[1] // num_kv
     for slot, (count, length) in enumerate(zip(rows.slot_count_S.tolist(), prefix_len_S.tolist(), strict=True)):
@@ -243,10 +226,5 @@ def prefix_attention_reference(
         total = weights.sum(-1, keepdim=True)
         acc = torch.bmm(weights.to(v_PWGD.dtype).float(), v)
 
-        def by_row(x: torch.Tensor, count: int = count) -> torch.Tensor:
-            """[G, N * group, Y] -> [N, H, Y]"""
-            return x.unflatten(1, (-1, group))[:, :count].transpose(0, 1).flatten(1, 2)
-
-        state.m_RH[rows_N] = by_row(m).squeeze(-1)
-        state.l_RH[rows_N] = by_row(total).squeeze(-1)
-        state.acc_RHD[rows_N] = by_row(acc)
+        for stored, x in ((state.m_CGRY, m[..., 0]), (state.l_CGRY, total[..., 0]), (state.acc_CGRYD, acc)):
+            stored[0][:, rows_N] = x.unflatten(1, (-1, group))[:, :count]

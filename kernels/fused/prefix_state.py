@@ -1,6 +1,11 @@
-"""The softmax state over the prefix that ``prefix_attention`` leaves and ``block_attention`` adds the block to.
+"""The softmax states over the prefix that ``prefix_attention`` leaves and ``block_attention`` adds the block to.
 
-R rows, H query heads, D head width.
+The prefix is cut into at most C chunks. Where there are few rows each chunk is a program's, and leaves a state of its
+own; where there are many, one program merges the chunks of a row, in ascending order. ``block_attention`` merges what
+it finds by the same operations in the same order, so a row's bits do not depend on who did.
+
+R rows, H query heads, G key/value heads, Y = H / G, D head width, C chunks. States lie head by head, so that
+the queries of consecutive rows follow one another.
 """
 
 from __future__ import annotations
@@ -9,63 +14,83 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 MAX_CHUNKS = 8
-"""An estimate: merging a chunk should cost the last program about what 64 keys cost, so more chunks end no sooner."""
-MIN_CHUNK = 128
-"""Chunks are multiples of it; a multiple of every key tile."""
-QUERY_TILE = {torch.bfloat16: 64, torch.float32: 16}
-
-
-def chunk_keys(prefix_len: int) -> int:
-    """Keys of one chunk. The kernel computes the same."""
-    return MIN_CHUNK * max(1, -(-prefix_len // (MAX_CHUNKS * MIN_CHUNK)))
+"""Every state is read again, so more chunks end no sooner."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkStates:
-    """Scratch: the chunks' states before they are merged. N query tiles of M queries, slot by slot and head by head."""
+class AttentionPlan:
+    """Tiles of both kernels. All but ``split_tiles`` and ``early`` show in the bits: one plan for all of a run."""
 
-    m_NCM: torch.Tensor
-    l_NCM: torch.Tensor
-    acc_NCMD: torch.Tensor
-    """With padded head width."""
-    arrived_N: torch.Tensor
-    """int32: how many of a tile's chunks are there; zero between calls."""
+    query_tile: int
+    key_tile: int
+    """At most two pages, and whole pages or a part of one."""
+    num_warps: int
+    num_stages: int
+    block_query_tile: int
+    block_warps: int
+    """A tile has fewer queries than keys, so the warps share the keys of a score and the columns of a sum."""
+    max_chunks: int = MAX_CHUNKS
+    min_chunk: int = 64
+    """Chunks are multiples of it; a multiple of the key tile."""
+    split_tiles: int = 132
+    """Chunks are side by side in slots that would make fewer query tiles than this, if all slots were like them."""
+    early: bool = False
+    """Read what the kernels before the last one wrote before that one has ended. Sound where each kernel lets the
+    next one start only after its own wait, as ``kernels.fused.launch`` does: then all but the last have ended."""
+
+
+PLANS = {
+    torch.bfloat16: AttentionPlan(64, 64, 4, 3, block_query_tile=16, block_warps=8),
+    torch.float32: AttentionPlan(16, 64, 4, 2, block_query_tile=16, block_warps=4),
+}
+
+
+def chunk_keys(plan: AttentionPlan, prefix_len: int) -> int:
+    """Keys of one chunk. The kernels compute the same."""
+    return plan.min_chunk * max(1, -(-prefix_len // (plan.max_chunks * plan.min_chunk)))
+
+
+@triton.jit
+def cut_prefix(
+    num_queries, length, num_slots,
+    G: tl.constexpr, BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT_TILES: tl.constexpr,
+):  # fmt: skip
+    """Keys of a slot's chunks, and how many states its rows have: one a chunk, or one; none without a prefix."""
+    chunk = tl.maximum((length + CHUNKS * CHUNK - 1) // (CHUNKS * CHUNK), 1) * CHUNK
+    tiles = (num_queries + BM - 1) // BM * G * num_slots
+    return chunk, tl.where(tiles < SPLIT_TILES, (length + chunk - 1) // chunk, tl.minimum(length, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
-    """Softmax over the prefix before normalisation, float32. Undefined for rows whose prefix is empty.
+    """Softmax over the prefix before normalisation, float32: one state a chunk, or only the first, for all chunks.
 
-    ``l = sum(2 ** (score - m))`` and ``acc = sum(2 ** (score - m) * v)``, with scores and m in base 2.
+    ``l = sum(2 ** (score - m))`` and ``acc = sum(2 ** (score - m) * v)``, with scores and m in base 2. Undefined for
+    rows whose prefix is empty. The torch references use the first state only.
     """
 
-    m_RH: torch.Tensor
-    l_RH: torch.Tensor
-    acc_RHD: torch.Tensor
-    chunks: ChunkStates | None
-    """None: one program computes all chunks of a row. The result is the same."""
+    m_CGRY: torch.Tensor
+    l_CGRY: torch.Tensor
+    acc_CGRYD: torch.Tensor
+    plan: AttentionPlan
 
     @classmethod
-    def allocate(cls, q_RHD: torch.Tensor, num_kv: int, num_slots: int, room: int, split: bool) -> PrefixState:
-        """State for rows like ``q``, ``room`` of them a slot.
-
-        ``split`` is worth it for few slots (fewer query tiles than processors); its scratch is ``MAX_CHUNKS`` states.
-        """
+    def allocate(cls, q_RHD: torch.Tensor, num_kv: int, split: bool, plan: AttentionPlan | None = None) -> PrefixState:
+        """State for rows like ``q``; ``split`` allows a state a chunk, which pays where there may be few rows."""
+        plan = plan or PLANS[q_RHD.dtype]
         num_rows, num_heads, head_dim = q_RHD.shape
+        shape = (plan.max_chunks if split else 1, num_kv, num_rows, num_heads // num_kv)
+        m, total = (q_RHD.new_empty(shape, dtype=torch.float32) for _ in range(2))
+        acc = q_RHD.new_empty((*shape, head_dim), dtype=torch.float32)
+        assert acc.numel() < 2**31, "the kernels count elements in 32 bits"
+        return cls(m, total, acc, plan)
 
-        def floats(*shape: int) -> torch.Tensor:
-            return q_RHD.new_empty(shape, dtype=torch.float32)
-
-        chunks = None
-        if split:
-            tile = QUERY_TILE[q_RHD.dtype]
-            num_tiles = num_slots * num_kv * triton.cdiv(room * (num_heads // num_kv), tile)
-            shape = (num_tiles, MAX_CHUNKS, tile)
-            arrived_N = q_RHD.new_zeros(num_tiles, dtype=torch.int32)
-            chunks = ChunkStates(floats(*shape), floats(*shape), floats(*shape, padded_width(head_dim)), arrived_N)
-        return cls(floats(num_rows, num_heads), floats(num_rows, num_heads), floats(*q_RHD.shape), chunks)
+    @property
+    def split_tiles(self) -> int:
+        return self.plan.split_tiles if len(self.m_CGRY) > 1 else 0
 
 
 def padded_width(head_dim: int) -> int:

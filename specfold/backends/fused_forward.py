@@ -16,14 +16,14 @@ import torch
 
 from kernels.fused.layout import Addend, Branches, RowMap
 from kernels.fused.linear_plan import num_parts
-from kernels.fused.prefix_attention import PrefixState
+from kernels.fused.prefix_state import MAX_CHUNKS, PrefixState
 from specfold.backends.operations import Operations
 from specfold.forward import Folding
 from specfold.model import Model, ModelSpec
 from specfold.pages import PagePool
 
 SPLIT_ROWS = 1024
-"""Up to this many rows the prefix is attended in chunks side by side, because the GPU would idle otherwise."""
+"""Up to this many rows the chunks of the prefix may be attended side by side, because the GPU would idle otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,7 @@ class FusedForward:
         self._attended = buffer(rows, spec.num_heads * spec.head_dim)
         self._hidden = buffer(rows, spec.intermediate_size)
         self._parts = torch.empty(_parts_size(model, rows), device=device, dtype=torch.float32)
-        room = shape.num_branches * shape.block
-        self._prefix = PrefixState.allocate(self._q, spec.num_kv_heads, shape.num_slots, room, split=rows <= SPLIT_ROWS)
+        self._prefix = PrefixState.allocate(self._q, spec.num_kv_heads, split=rows <= SPLIT_ROWS)
         self._rope: tuple[torch.Tensor, ...] = ()
         self.may_fold: RowMap | None = None
         """Benches: a position may fold only where this map keeps no row; None leaves it to the gate."""
@@ -186,7 +185,7 @@ def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape) -> i
     streams = rows * item * (3 * spec.hidden_size + 2 * heads + spec.intermediate_size)
     shapes = ((heads + 2 * kv, spec.hidden_size), (spec.hidden_size, heads), (spec.hidden_size, spec.intermediate_size))
     parts = 4 * max(num_parts(n, k, dtype, rows) * rows * n for n, k in shapes)
-    states = 4 * rows * (heads + 2 * spec.num_heads) * (9 if rows <= SPLIT_ROWS else 1)
+    states = 4 * rows * (heads + 2 * spec.num_heads) * (MAX_CHUNKS if rows <= SPLIT_ROWS else 1)
     maps = spec.num_layers * 2 * (8 * shape.num_slots * shape.block + 4 * rows)
     return arena + streams + parts + states + maps
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from kernels.fused.layout import DENOISE, FINAL, VOID, Branches, RowMap
-from kernels.fused.prefix_state import PrefixState
+from kernels.fused.prefix_state import AttentionPlan, PrefixState
 from tests.kernels.fused_inputs import DEVICE, poisoned
 
 GARBAGE = 1 << 29
 """An index that faults, or shows, if it is followed."""
-WIDTH = 16
+WIDTH = 32
 """Positions of a page."""
 
 
@@ -49,10 +49,23 @@ class Inputs:
     def num_live(self) -> int:
         return len(self.source_AT)
 
-    def state(self, split: bool) -> PrefixState:
+    @property
+    def has_prefix_R(self) -> torch.Tensor:
+        """Rows of slots with a prefix."""
+        found = torch.zeros(len(self.q_RHD), dtype=torch.bool, device=self.q_RHD.device)
+        for s, count in enumerate(self.rows.slot_count_S.tolist()):
+            found[self.rows.slot_rows_SX[s, :count].long()] = bool(self.branches.start_S[s] > 0)
+        return found
+
+    def slots_with_chunks(self, state: PrefixState) -> list[int]:
+        """Slots whose rows have more than one state."""
+        counts = enumerate(self.rows.slot_count_S.tolist())
+        return [s for s, n in counts if not state.m_CGRY[1][:, self.rows.slot_rows_SX[s, :n].long()].isnan().all()]
+
+    def state(self, split: bool, plan: AttentionPlan | None = None) -> PrefixState:
         """A poisoned state."""
-        state = PrefixState.allocate(self.q_RHD, self.k_RGD.shape[1], *self.rows.slot_rows_SX.shape, split)
-        for x in (state.m_RH, state.l_RH, state.acc_RHD):
+        state = PrefixState.allocate(self.q_RHD, self.k_RGD.shape[1], split, plan)
+        for x in (state.m_CGRY, state.l_CGRY, state.acc_CGRYD):
             x.fill_(torch.nan)
         return state
 
