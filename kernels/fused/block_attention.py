@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused.launch import overlapped, wait_for_inputs
+from kernels.fused.launch import early, overlapped, wait_for_inputs
 from kernels.fused.layout import FINAL, Branches, RowMap
 from kernels.fused.prefix_state import PrefixState, cut_prefix, padded_width
 from kernels.fused.residual import highest_bit
@@ -25,13 +25,15 @@ KEY_TILE = 32
 
 
 @triton.jit
-def _source_rows(p_keep, p_row, ancestors, i_s, o_t, valid, B: tl.constexpr, T: tl.constexpr):
+def _source_rows(
+    p_keep, p_row, ancestors, i_s, o_t, valid, B: tl.constexpr, T: tl.constexpr, CACHE: tl.constexpr
+):  # fmt: skip
     """Row that serves each position of a branch: that of its nearest kept ancestor; 0 where not valid."""
     p_row += i_s * (B * T)
     if B > 1:
-        b_kept = tl.load(p_keep + i_s * T + o_t, mask=valid, other=0)
+        b_kept = tl.load(p_keep + i_s * T + o_t, mask=valid, other=0, cache_modifier=CACHE)
         p_row += highest_bit(b_kept & ancestors) * T
-    return tl.load(p_row + o_t, mask=valid, other=0)
+    return tl.load(p_row + o_t, mask=valid, other=0, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -92,24 +94,26 @@ def _block_kernel(
 ):  # fmt: skip
     i_g, i_m, i_a = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1)
     GROUP: tl.constexpr = H // G
+    # Before the wait the first-level cache may hold what was there before.
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
     if not EARLY:
         wait_for_inputs(OVERLAP)
     # Read before it is known whether they are defined: one latency less. One slot's number needs no reading.
     i_s, i_b = 0, 0
     if not ONE_SLOT:
-        i_s = tl.load(p_slot + i_a)
+        i_s = tl.load(p_slot + i_a, cache_modifier=CACHE)
     if B > 1:
-        i_b = tl.load(p_branch + i_a)
-    if i_a >= tl.load(p_num_live):
+        i_b = tl.load(p_branch + i_a, cache_modifier=CACHE)
+    if i_a >= tl.load(p_num_live, cache_modifier=CACHE):
         if EARLY:
             wait_for_inputs(OVERLAP)
         return
     ancestors = tl.load(p_ancestors + i_b)
-    start = tl.load(p_start + i_s).to(tl.int32)
-    num_queries = tl.load(p_slot_count + i_s) * GROUP
+    start = tl.load(p_start + i_s, cache_modifier=CACHE).to(tl.int32)
+    num_queries = tl.load(p_slot_count + i_s, cache_modifier=CACHE) * GROUP
     length = T
     if LIMITED:
-        length = tl.minimum(tl.load(p_length + i_s), T).to(tl.int32)
+        length = tl.minimum(tl.load(p_length + i_s, cache_modifier=CACHE), T).to(tl.int32)
     _, num_states = cut_prefix(num_queries, start, num_slots, G, PREFIX_BM, CHUNKS, CHUNK, SPLIT_TILES)
 
     o_m = i_m * BM + tl.arange(0, BM)
@@ -118,25 +122,27 @@ def _block_kernel(
     mask = valid[:, None]
     if D < BD:
         mask = mask & (o_d < D)[None, :]
-    b_source = _source_rows(p_keep, p_row, ancestors, i_s, o_t, valid, B, T)
+    b_source = _source_rows(p_keep, p_row, ancestors, i_s, o_t, valid, B, T, CACHE)
     o_h = i_g * GROUP + o_m % GROUP
-    b_q = tl.load(p_q + ((b_source * H + o_h) * D)[:, None] + o_d[None, :], mask=mask, other=0.0)  # [BM, BD]
+    b_q = tl.load(
+        p_q + ((b_source * H + o_h) * D)[:, None] + o_d[None, :], mask=mask, other=0.0, cache_modifier=CACHE
+    )  # [BM, BD]
 
     # No query of the tile sees a key from `end` on. All see key 0, so m is finite after the first tile.
     b_m, b_l, b_acc = no_keys(BM, BD)
     end = length
     if UNIT < T:
-        is_final = tl.load(p_kind + i_s * B + i_b) == FINAL_KIND
+        is_final = tl.load(p_kind + i_s * B + i_b, cache_modifier=CACHE) == FINAL_KIND
         end = tl.minimum(tl.where(is_final, ((i_m * BM + BM - 1) // GROUP // UNIT + 1) * UNIT, T), length)
     for _ in range(0, end if T > BN else 1, BN):
         inside = o_u < length
-        b_row = _source_rows(p_keep, p_row, ancestors, i_s, o_u, inside, B, T)
+        b_row = _source_rows(p_keep, p_row, ancestors, i_s, o_u, inside, B, T, CACHE)
         o_kv = b_row[:, None] * (G * D) + (i_g * D + o_d)[None, :]
         mask_kv = inside[:, None]
         if D < BD:
             mask_kv = mask_kv & (o_d < D)[None, :]
-        b_k = tl.load(p_k + o_kv, mask=mask_kv, other=0.0)  # [BN, BD]
-        b_v = tl.load(p_v + o_kv, mask=mask_kv, other=0.0)
+        b_k = tl.load(p_k + o_kv, mask=mask_kv, other=0.0, cache_modifier=CACHE)  # [BN, BD]
+        b_v = tl.load(p_v + o_kv, mask=mask_kv, other=0.0, cache_modifier=CACHE)
         visible = inside[None, :]
         if UNIT < T:
             visible &= ((o_u // UNIT)[None, :] <= (o_t // UNIT)[:, None]) | (is_final == 0)
@@ -218,9 +224,9 @@ def block_attention(
         BM=plan.block_query_tile,
         BN=min(KEY_TILE, max(16, triton.next_power_of_2(block))),
         BD=padded_width(head_dim),
-        EARLY=plan.early,
         num_warps=plan.block_warps,
         num_stages=1,
+        **early(q_RHD),
         **overlapped(q_RHD),
     )
 

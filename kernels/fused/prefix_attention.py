@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused.launch import overlapped, wait_for_inputs
+from kernels.fused.launch import early, overlapped, wait_for_inputs
 from kernels.fused.layout import RowMap
 from kernels.fused.prefix_state import PrefixState, cut_prefix, padded_width
 from kernels.fused.softmax import add_keys, merge_keys, no_keys
@@ -25,12 +25,12 @@ MAX_PROGRAMS = {True: 2 * 132, False: 8 * 132}
 
 
 @triton.jit
-def _pages(p_pages, start, last, W: tl.constexpr, BN: tl.constexpr):
+def _pages(p_pages, start, last, W: tl.constexpr, BN: tl.constexpr, CACHE: tl.constexpr):
     """Numbers of the one or two pages where the keys of a tile lie: scalars, so a thread has no address per key."""
-    page_0 = tl.load(p_pages + tl.minimum(start, last - 1) // W)
+    page_0 = tl.load(p_pages + tl.minimum(start, last - 1) // W, cache_modifier=CACHE)
     page_1 = page_0
     if BN > W:
-        page_1 = tl.load(p_pages + tl.minimum(start + W, last - 1) // W)
+        page_1 = tl.load(p_pages + tl.minimum(start + W, last - 1) // W, cache_modifier=CACHE)
     return page_0, page_1
 
 
@@ -38,13 +38,14 @@ def _pages(p_pages, start, last, W: tl.constexpr, BN: tl.constexpr):
 def _add_chunk(
     b_q, p_k, p_v, p_pages, page_0, page_1, i_g, first, last, scale_log2,
     G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """State over the keys first <= j < last, which are not none; the pages are those of the first tile."""
     o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
     b_m, b_l, b_acc = no_keys(BM, BD)
     for start in range(first, last, BN):
         # The pages of the next tile: their numbers are there when its keys are asked for.
-        next_0, next_1 = _pages(p_pages, start + BN, last, W, BN)
+        next_0, next_1 = _pages(p_pages, start + BN, last, W, BN, CACHE)
         inside = o_n < last - start
         mask = inside[:, None]
         if D < BD:
@@ -68,18 +69,20 @@ def _prefix_kernel(
     BD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = H // G
+    # Before the wait the first-level cache may hold what was there before.
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
     if not EARLY:
         wait_for_inputs(OVERLAP)
     # The work that there is, slot by slot, is dealt to the programs: hardly one is launched in vain.
     if BS == 1:
-        num_queries = tl.load(p_slot_count) * GROUP
-        length = tl.load(p_prefix_len).to(tl.int32)
+        num_queries = tl.load(p_slot_count, cache_modifier=CACHE) * GROUP
+        length = tl.load(p_prefix_len, cache_modifier=CACHE).to(tl.int32)
         chunk, num_states = cut_prefix(num_queries, length, 1, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
         num_items = tl.cdiv(num_queries, BM) * G * num_states
     else:
         o_s = tl.arange(0, BS)
-        b_queries = tl.load(p_slot_count + o_s, mask=o_s < num_slots, other=0) * GROUP
-        b_length = tl.load(p_prefix_len + o_s, mask=o_s < num_slots, other=0).to(tl.int32)
+        b_queries = tl.load(p_slot_count + o_s, mask=o_s < num_slots, other=0, cache_modifier=CACHE) * GROUP
+        b_length = tl.load(p_prefix_len + o_s, mask=o_s < num_slots, other=0, cache_modifier=CACHE).to(tl.int32)
         _, b_states = cut_prefix(b_queries, b_length, num_slots, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
         b_items = tl.cdiv(b_queries, BM) * G * b_states
         b_end = tl.cumsum(b_items, 0)
@@ -89,20 +92,20 @@ def _prefix_kernel(
         if BS > 1:
             i_s = tl.sum((b_end <= item).to(tl.int32), 0)
             i_item -= tl.sum(tl.where(o_s < i_s, b_items, 0), 0)
-            num_queries = tl.load(p_slot_count + i_s) * GROUP
-            length = tl.load(p_prefix_len + i_s).to(tl.int32)
+            num_queries = tl.load(p_slot_count + i_s, cache_modifier=CACHE) * GROUP
+            length = tl.load(p_prefix_len + i_s, cache_modifier=CACHE).to(tl.int32)
             chunk, num_states = cut_prefix(num_queries, length, num_slots, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
             p_pages += i_s * num_pages
             p_rows += i_s * room
         i_c = i_item % num_states
         i_g, i_m = i_item // num_states % G, i_item // num_states // G
         first = i_c * chunk
-        page_0, page_1 = _pages(p_pages, first, length, W, BN)
+        page_0, page_1 = _pages(p_pages, first, length, W, BN, CACHE)
         o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
         valid = o_m < num_queries
         b_row = o_m // GROUP
         if BS > 1:  # The rows of an only slot are all that there are, so no list need be read.
-            b_row = tl.load(p_rows + b_row, mask=valid, other=0)
+            b_row = tl.load(p_rows + b_row, mask=valid, other=0, cache_modifier=CACHE)
         o_q = (b_row * H + i_g * GROUP + o_m % GROUP) * D
         inside = valid[:, None]
         if D < BD:
@@ -113,17 +116,17 @@ def _prefix_kernel(
         if ONE_CHUNK:
             last = tl.minimum(first + chunk, length)
             b_m, b_l, b_acc = _add_chunk(
-                b_q, p_k, p_v, p_pages, page_0, page_1, i_g, first, last, scale_log2, G, D, W, BM, BN, BD
+                b_q, p_k, p_v, p_pages, page_0, page_1, i_g, first, last, scale_log2, G, D, W, BM, BN, BD, CACHE
             )
         else:
             b_m, b_l, b_acc = no_keys(BM, BD)
             for start in range(first, tl.where(num_states > 1, tl.minimum(first + chunk, length), length), chunk):
                 last = tl.minimum(start + chunk, length)
                 b_m_c, b_l_c, b_acc_c = _add_chunk(
-                    b_q, p_k, p_v, p_pages, page_0, page_1, i_g, start, last, scale_log2, G, D, W, BM, BN, BD
+                    b_q, p_k, p_v, p_pages, page_0, page_1, i_g, start, last, scale_log2, G, D, W, BM, BN, BD, CACHE
                 )
                 b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, b_m_c, b_l_c, b_acc_c)
-                page_0, page_1 = _pages(p_pages, last, length, W, BN)
+                page_0, page_1 = _pages(p_pages, last, length, W, BN, CACHE)
         o_state = (i_c * G + i_g) * (num_rows * GROUP)
         if BS > 1:
             o_state += b_row * GROUP + o_m % GROUP
@@ -191,9 +194,9 @@ def prefix_attention(
         BM=plan.query_tile,
         BN=plan.key_tile,
         BD=padded_width(head_dim),
-        EARLY=plan.early,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **early(q_RHD),
         **overlapped(q_RHD),
     )
 

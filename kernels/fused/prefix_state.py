@@ -22,7 +22,7 @@ MAX_CHUNKS = 8
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Tiles of both kernels. All but ``split_tiles`` and ``early`` show in the bits: one plan for all of a run."""
+    """Tiles of both kernels. All but ``split_tiles`` show in the bits: one plan for all of a run."""
 
     query_tile: int
     key_tile: int
@@ -37,9 +37,6 @@ class AttentionPlan:
     """Chunks are multiples of it; a multiple of the key tile."""
     split_tiles: int = 132
     """Chunks are side by side in slots that would make fewer query tiles than this, if all slots were like them."""
-    early: bool = False
-    """Read what the kernels before the last one wrote before that one has ended. Sound where each kernel lets the
-    next one start only after its own wait, as ``kernels.fused.launch`` does: then all but the last have ended."""
 
 
 PLANS = {

@@ -22,8 +22,9 @@ from specfold.forward import Folding
 from specfold.model import Model, ModelSpec
 from specfold.pages import PagePool
 
-SPLIT_ROWS = 1024
-"""Up to this many rows the chunks of the prefix may be attended side by side, because the GPU would idle otherwise."""
+SPLIT_ROWS = 1152
+"""Up to this many rows the chunks of the prefix may be attended side by side, because the GPU would idle otherwise.
+Four slots with eight drafts of 32 positions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from statistics import median
 
 import torch
 
+from kernels.fused import launch
 from kernels.fused.block_attention import block_attention
 from kernels.fused.layout import DENOISE, Branches, RowMap
 from kernels.fused.prefix_attention import prefix_attention
@@ -54,6 +55,7 @@ class Variant:
     name: str
     plan: AttentionPlan
     split: bool = True
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def variants() -> list[Variant]:
     change = partial(replace, base)
     return [
         Variant("default", base),
-        Variant("early", change(early=True)),
+        Variant("early", base, early=True),
         Variant("whole", base, split=False),
         Variant("q32 w8 s3", change(query_tile=32, num_warps=8)),
         Variant("q32 w4 s3", change(query_tile=32)),
@@ -137,6 +139,7 @@ class Bench:
         self.layers = layers
 
     def state(self, variant: Variant) -> PrefixState:
+        launch.EARLY = variant.early  # Every use of a variant begins here.
         split = variant.split and self.q.shape[1] <= 1024
         return PrefixState.allocate(self.q[0], self.k.shape[2], split, variant.plan)
 
