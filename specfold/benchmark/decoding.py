@@ -1,14 +1,16 @@
-"""Timing of whole decoding runs, mode against mode on the same prompts."""
+"""Whole decoding runs, mode against mode on the same prompts."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from specfold.config import DecodeConfig
+from specfold.config import ConfigError, DecodeConfig
 from specfold.engine import Engine
 from specfold.request import Request
 from specfold.stats import DecodeStats
@@ -69,3 +71,19 @@ def compare(
         return sum(a == b for a, b in zip(tokens[name], reference, strict=True)) / max(len(reference), 1)
 
     return [Measurement(n, statistics.median(seconds[n]), stats[n], agreement(n)) for n in configs]
+
+
+def read_prompts(engine: Engine, path: Path, count: int) -> list[list[int]]:
+    """Token ids of the first prompts of a JSONL file, as one user turn each."""
+    if engine.tokenizer is None:
+        raise ConfigError("The bench needs a model with a tokenizer.")
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+        turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path} cannot be read as JSONL with a prompt in every line: {e!r}.") from None
+    if not turns:
+        raise ConfigError(f"{path} holds no prompts.")
+    render = engine.tokenizer.apply_chat_template
+    texts = [render(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    return [engine.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
