@@ -7,8 +7,9 @@
     python jobs/bench.py report step-*.json decode.json --plot bench.png          # merge what several calls measured
 
 Each call prints a table and ends with one line of JSON; ``report`` merges files that end with such lines. ``step`` and
-``throughput`` use random weights: their speed is real, their text is not. ``decode`` measures models that answer:
-``bundled`` as it is, ``wide`` with the same function at three times the hidden and twice the feed-forward width.
+``throughput`` use random weights: their speed is real, their text is not. ``decode`` measures a model that answers: as
+it is (``model``), or the same function at three times the hidden and twice the feed-forward width (``wide``), at the
+shape of Fast-dLLM-v2 1.5B (``1.5b``) or of Nemotron 8B (``8b``), for GPUs.
 Needs torch, triton, safetensors and transformers only (a plot: matplotlib).
 """
 
@@ -34,9 +35,19 @@ from specfold.benchmark.decoding import compare, read_prompts  # noqa: E402
 from specfold.benchmark.report import make_part, plot_steps, print_tables, read_parts  # noqa: E402
 from specfold.benchmark.shapes import SHAPES, random_engine  # noqa: E402
 from specfold.benchmark.throughput import measure_throughput  # noqa: E402
-from specfold.enlarge import enlarge  # noqa: E402
+from specfold.enlarge import Growth, enlarge  # noqa: E402
 
-SIZES = {"bundled": {}, "wide": {"hidden_times": 3, "ffn_times": 2}}
+SIZES = {
+    "model": Growth(),
+    "wide": Growth(hidden_times=3, ffn_times=2),
+    # From the bundled models' 256 x 6 layers, 4/2 heads of 64, 512, 640 tokens: within 3% of the checkpoints' weights.
+    "1.5b": Growth(
+        hidden_times=6, ffn_times=17, extra_layers=22, head_dim_times=2, num_heads=12, num_kv_heads=2, vocab_times=237
+    ),
+    "8b": Growth(
+        hidden_times=16, ffn_times=28, extra_layers=28, head_dim_times=2, num_heads=32, num_kv_heads=8, vocab_times=204
+    ),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -134,7 +145,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
     decode = command("decode", "modes against each other on prompts, with a model that answers")
     decode.add_argument("--model", help="model folder or hub id (default: the bundled model)")
-    decode.add_argument("--size", nargs="+", choices=[*SIZES, "model"], default=list(SIZES))
+    decode.add_argument("--size", nargs="+", choices=list(SIZES), default=["model", "wide"])
     decode.add_argument("--prompt-file", type=Path, default=ROOT / "jobs" / "prompts.jsonl")
     decode.add_argument("--prompts", type=positive, default=16, help="number of prompts (default 16)")
     decode.add_argument("--batch-size", type=positive, default=4, help="rows decoded together (default 4)")
@@ -196,9 +207,9 @@ def _random_engine(shape: str, args: argparse.Namespace) -> Engine:
 
 
 def _resize(engine: Engine, size: str) -> Engine:
-    if not SIZES.get(size):
+    if size == "model":
         return engine
-    model = enlarge(engine.model, **SIZES[size])
+    model = enlarge(engine.model, SIZES[size], engine.mask_token_id)
     return Engine(model, replace(engine.info, spec=model.spec), engine.tokenizer, engine.backend)
 
 

@@ -19,7 +19,7 @@ def run_bench(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_last_line_is_json_with_all_modes() -> None:
-    done = run_bench("--size", "bundled", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "24")
+    done = run_bench("--size", "model", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "24")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     (part,) = report["parts"]
