@@ -31,7 +31,7 @@ import torch  # noqa: E402
 
 from specfold import ConfigError, DecodeConfig, Engine, ModelError, reference_models  # noqa: E402
 from specfold.backends.select import check_backend  # noqa: E402
-from specfold.benchmark.decoding import compare, read_prompts  # noqa: E402
+from specfold.benchmark.decoding import compare, read_questions  # noqa: E402
 from specfold.benchmark.report import make_part, plot_steps, print_tables, read_parts  # noqa: E402
 from specfold.benchmark.shapes import SHAPES, random_engine  # noqa: E402
 from specfold.benchmark.throughput import measure_throughput  # noqa: E402
@@ -68,7 +68,7 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     """Mode against mode on prompts, with a model that answers."""
     model = args.model or reference_models.path("fast_dllm_v2")
     engine = Engine.from_pretrained(model, device=args.device, dtype=args.dtype, backend=args.backend)
-    prompts = read_prompts(engine, args.prompt_file, args.prompts)
+    questions = read_questions(engine, args.prompt_file, args.prompts)
     base = DecodeConfig(mode="vanilla", drafts=args.drafts, max_new_tokens=args.max_new_tokens)
     configs = {"vanilla": base, "spiffy": replace(base, mode="spiffy")}
     for delta in args.delta:
@@ -77,7 +77,7 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     records = []
     for size in args.size:
         resized = _resize(engine, size)
-        rows = compare(resized, prompts, configs, args.batch_size, args.repeats)
+        rows = compare(resized, questions, configs, args.batch_size, args.repeats)
         fastest = rows[0].seconds
         records += [{"size": size} | row.to_dict() | {"speed": round(fastest / row.seconds, 3)} for row in rows]
     return make_part("decode", args.device, _settings(args), records)

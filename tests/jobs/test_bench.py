@@ -19,12 +19,13 @@ def run_bench(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_last_line_is_json_with_all_modes() -> None:
-    done = run_bench("--size", "model", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "24")
+    done = run_bench("--size", "model", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "96")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     (part,) = report["parts"]
     rows = {row["name"]: row for row in part["records"]}
     assert rows["spiffy"]["agreement"] == 1.0
+    assert rows["vanilla"]["accuracy"] == 1.0
     assert rows["spiffy"]["forwards"] < rows["vanilla"]["forwards"]
     assert rows["specfold 0.1"]["recomputed_qkv_rows_per_token"] < rows["spiffy"]["recomputed_qkv_rows_per_token"]
     assert 0 < rows["specfold 0.1"]["fold_rate"] < 1
