@@ -19,7 +19,7 @@ from cluster.errors import UserError
 from specfold.config import ConfigError, DecodeConfig, FfnGate, Mode
 from specfold.reference_models import NAMES
 
-Backend = Literal["auto", "torch"]
+Backend = Literal["auto", "torch", "triton"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -66,7 +66,7 @@ class JobConfig:
     stop_token_ids: Annotated[tuple[Int, ...] | None, Parameter(group=_MODEL, negative=())] = None
     """Stop token; repeat for several. From the checkpoint unless given."""
     backend: Annotated[Backend, Parameter(group=_MODEL)] = "auto"
-    """Implementation of the engine."""
+    """Implementation of the engine: auto is triton (fused kernels, CUDA graphs) on a GPU and torch on a CPU."""
     dtype: Annotated[Dtype, Parameter(group=_MODEL)] = "auto"
     """Arithmetic: auto is bfloat16 on a GPU and float32 on a CPU."""
     device: Annotated[Device, Parameter(group=_MODEL)] = "auto"
@@ -193,6 +193,10 @@ class JobConfig:
         )
         _require(
             not (self.device == "cpu" and self.gpus_per_worker), "--gpus-per-worker has no meaning with --device cpu."
+        )
+        _require(
+            not (self.device == "cpu" and self.backend == "triton"),
+            "--backend triton needs a GPU, but --device is cpu; leave --backend out or give torch.",
         )
         _require(
             not (self.chat_template == "none" and self.system_prompt is not None),

@@ -111,6 +111,8 @@ class WorkerInfo:
     versions: dict[str, str | None]
     born: str | None = None
     """When the process started: with ``pid`` it names the process for good."""
+    memory: str | None = None
+    """How the engine divides the device's memory, in one line."""
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,22 @@
-"""Measures what drafts and folding bring: forwards, recomputed rows and time per output token of the three modes.
+"""Measures what the engine costs and what drafts and folding bring.
 
-    python jobs/bench.py                                     # both configurations of the bundled model
-    python jobs/bench.py --prompts 16 --batch-size 4 --repeats 3
-    python jobs/bench.py --model DIR --size model            # another checkpoint as it is
+    python jobs/bench.py                                       # modes against each other on the bundled model
+    python jobs/bench.py decode --prompts 16 --delta 0 0.1 0.3
+    python jobs/bench.py step --shape nemotron-8b --batch-size 1 4 --drafts 0 8   # a step at a real checkpoint's shape
+    python jobs/bench.py throughput --shape fast-dllm-v2-1.5b                     # prompt to last token, random weights
+    python jobs/bench.py report step-*.json decode.json --plot bench.png          # merge what several calls measured
 
-``bundled`` is the bundled model. ``wide`` computes the same function at three times the hidden and twice the
-feed-forward width, so its tokens, acceptance and fold rate are those of a model that answers, at a larger model's cost.
-Needs torch, safetensors and transformers only. Timings compare modes within one run; the last line is JSON.
+Each call prints a table and ends with one line of JSON; ``report`` merges files that end with such lines. ``step`` and
+``throughput`` use random weights: their speed is real, their text is not. ``decode`` measures a model that answers: as
+it is (``model``), or the same function at three times the hidden and twice the feed-forward width (``wide``), at the
+shape of Fast-dLLM-v2 1.5B (``1.5b``) or of Nemotron 8B (``8b``), for GPUs.
+Needs torch, triton, safetensors and transformers only (a plot: matplotlib).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import platform
 import sys
 import time
 from dataclasses import replace
@@ -28,43 +30,152 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from specfold import ConfigError, DecodeConfig, Engine, ModelError, reference_models  # noqa: E402
-from specfold.benchmark.decoding import Measurement, compare  # noqa: E402
-from specfold.enlarge import enlarge  # noqa: E402
+from specfold.backends.select import check_backend  # noqa: E402
+from specfold.benchmark.decoding import compare, read_questions  # noqa: E402
+from specfold.benchmark.report import make_part, plot_steps, print_tables, read_parts  # noqa: E402
+from specfold.benchmark.shapes import SHAPES, random_engine  # noqa: E402
+from specfold.benchmark.throughput import measure_throughput  # noqa: E402
+from specfold.enlarge import Growth, enlarge  # noqa: E402
 
-SIZES = {"bundled": {}, "wide": {"hidden_times": 3, "ffn_times": 2}}
+SIZES = {
+    "model": Growth(),
+    "wide": Growth(hidden_times=3, ffn_times=2),
+    # From the bundled models' 256 x 6 layers, 4/2 heads of 64, 512, 640 tokens: within 3% of the checkpoints' weights.
+    "1.5b": Growth(
+        hidden_times=6, ffn_times=17, extra_layers=22, head_dim_times=2, num_heads=12, num_kv_heads=2, vocab_times=237
+    ),
+    "8b": Growth(
+        hidden_times=16, ffn_times=28, extra_layers=28, head_dim_times=2, num_heads=32, num_kv_heads=8, vocab_times=204
+    ),
+}
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(argv: list[str]) -> int:
+    commands = {"decode": bench_decode, "step": bench_step, "throughput": bench_throughput, "report": bench_report}
+    named = bool(argv) and (argv[0] in commands or argv[0] in ("-h", "--help"))
+    args = parse_arguments(argv if named else ["decode", *argv])
     try:
-        engine = Engine.from_pretrained(
-            args.model or reference_models.path("fast_dllm_v2"), device=args.device, dtype=args.dtype
-        )
-        prompts = read_prompts(engine, args.prompt_file, args.prompts)
-        results = {size: measure_size(engine, size, prompts, args) for size in args.size}
+        report = commands[args.command](args)
     except (ConfigError, ModelError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    for size, rows in results.items():
-        print_table(size, rows)
-    print(json.dumps(report(args, results)))
+    print_tables(report)
+    print(json.dumps(report))
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
+    """Mode against mode on prompts, with a model that answers."""
+    model = args.model or reference_models.path("fast_dllm_v2")
+    engine = Engine.from_pretrained(model, device=args.device, dtype=args.dtype, backend=args.backend)
+    questions = read_questions(engine, args.prompt_file, args.prompts)
+    base = DecodeConfig(mode="vanilla", drafts=args.drafts, max_new_tokens=args.max_new_tokens)
+    configs = {"vanilla": base, "spiffy": replace(base, mode="spiffy")}
+    for delta in args.delta:
+        configs[f"specfold {delta:g}"] = replace(base, mode="specfold", delta=delta)
+    configs["specfold, entry gate"] = replace(base, mode="specfold", delta=args.delta[-1], ffn_gate="entry")
+    records = []
+    for size in args.size:
+        resized = _resize(engine, size)
+        rows = compare(resized, questions, configs, args.batch_size, args.repeats)
+        fastest = rows[0].seconds
+        records += [{"size": size} | row.to_dict() | {"speed": round(fastest / row.seconds, 3)} for row in rows]
+    return make_part("decode", args.device, _settings(args), records)
+
+
+def bench_step(args: argparse.Namespace) -> dict[str, Any]:
+    """One step at the shapes of real checkpoints: dense, and with a forced share of folded draft positions."""
+    # Needs Triton, which the other commands do without on a CPU.
+    from specfold.benchmark.forward_cost import measure_step
+
+    deadline = time.monotonic() + args.seconds
+    records = []
+    for shape in args.shape:
+        engine = _random_engine(shape, args)
+        for batch in args.batch_size:
+            for drafts in args.drafts:
+                for fold in (None, args.fold) if drafts else (None,):
+                    if time.monotonic() > deadline:
+                        break
+                    cost = measure_step(engine, batch, drafts, fold, args.prompt_len, args.repeats).to_dict()
+                    records.append({"shape": shape} | cost)
+                    print(json.dumps(records[-1]), file=sys.stderr, flush=True)
+                    _free_memory(args.device)
+        del engine
+        _free_memory(args.device)
+    return make_part("step", args.device, _settings(args), records)
+
+
+def bench_throughput(args: argparse.Namespace) -> dict[str, Any]:
+    """Rows from prompt to last token at the shapes of real checkpoints."""
+    records = []
+    for shape in args.shape:
+        engine = _random_engine(shape, args)
+        for batch in args.batch_size:
+            config = DecodeConfig(mode=args.mode, drafts=args.drafts, max_new_tokens=args.max_new_tokens)
+            result = measure_throughput(engine, config, batch, args.rounds, args.prompt_len)
+            records.append({"shape": shape} | result.to_dict())
+            _free_memory(args.device)
+        del engine
+        _free_memory(args.device)
+    return make_part("throughput", args.device, _settings(args), records)
+
+
+def bench_report(args: argparse.Namespace) -> dict[str, Any]:
+    """What several calls measured, in one."""
+    report = read_parts(args.parts)
+    if args.plot:
+        plot_steps(report, args.plot)
+    return report
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="model folder or hub id (default: the bundled model)")
-    parser.add_argument("--size", nargs="+", choices=[*SIZES, "model"], default=list(SIZES))
-    parser.add_argument("--prompt-file", type=Path, default=ROOT / "jobs" / "prompts.jsonl")
-    parser.add_argument("--prompts", type=positive, default=16, help="number of prompts (default 16)")
-    parser.add_argument("--batch-size", type=positive, default=4, help="rows decoded together (default 4)")
-    parser.add_argument("--repeats", type=positive, default=3, help="runs of each mode, of which the median counts (3)")
-    parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--delta", type=float, default=0.1)
-    parser.add_argument("--max-new-tokens", type=positive, default=128)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    return parser.parse_args()
+    commands = parser.add_subparsers(dest="command", required=True)
+    gpu = torch.cuda.is_available()
+
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary)
+        if name != "report":
+            added.add_argument("--device", default="cuda" if gpu and name != "decode" else "cpu")
+            added.add_argument("--dtype", default="bfloat16" if gpu and name != "decode" else "float32")
+            default = "torch" if name == "decode" else "triton"
+            added.add_argument("--backend", default=default, help=f"torch or triton (default {default})")
+        return added
+
+    decode = command("decode", "modes against each other on prompts, with a model that answers")
+    decode.add_argument("--model", help="model folder or hub id (default: the bundled model)")
+    decode.add_argument("--size", nargs="+", choices=list(SIZES), default=["model", "wide"])
+    decode.add_argument("--prompt-file", type=Path, default=ROOT / "jobs" / "prompts.jsonl")
+    decode.add_argument("--prompts", type=positive, default=16, help="number of prompts (default 16)")
+    decode.add_argument("--batch-size", type=positive, default=4, help="rows decoded together (default 4)")
+    decode.add_argument("--repeats", type=positive, default=3, help="runs of each mode, the median counts (3)")
+    decode.add_argument("--drafts", type=int, default=4)
+    decode.add_argument("--delta", type=float, nargs="+", default=[0.1])
+    decode.add_argument("--max-new-tokens", type=positive, default=128)
+
+    step = command("step", "one step at the shapes of real checkpoints, dense and folded")
+    step.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    step.add_argument("--batch-size", type=positive, nargs="+", default=[1, 4, 16, 64])
+    step.add_argument("--drafts", type=int, nargs="+", default=[0, 2, 4, 6, 8])
+    step.add_argument("--fold", type=share, default=0.85, help="share of draft positions made to fold (0.85)")
+    step.add_argument("--prompt-len", type=positive, default=500)
+    step.add_argument("--repeats", type=positive, default=30)
+    step.add_argument("--seconds", type=float, default=1e9, help="start no further measurement after this time")
+
+    throughput = command("throughput", "rows from prompt to last token at the shapes of real checkpoints")
+    throughput.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    throughput.add_argument("--mode", default="vanilla", choices=["vanilla", "spiffy", "specfold"])
+    throughput.add_argument("--drafts", type=int, default=8)
+    throughput.add_argument("--batch-size", type=positive, nargs="+", default=[1])
+    throughput.add_argument("--rounds", type=positive, default=3, help="batches that are timed (3)")
+    throughput.add_argument("--prompt-len", type=positive, default=500)
+    throughput.add_argument("--max-new-tokens", type=positive, default=64)
+
+    report = command("report", "merge files that end with the JSON line of other calls")
+    report.add_argument("parts", nargs="+", type=Path)
+    report.add_argument("--plot", type=Path, help="write step times as an image")
+    return parser.parse_args(argv)
 
 
 def positive(text: str) -> int:
@@ -74,77 +185,39 @@ def positive(text: str) -> int:
     return value
 
 
-def read_prompts(engine: Engine, path: Path, count: int) -> list[list[int]]:
-    """Token ids of the first prompts of a JSONL file, as one user turn each."""
-    if engine.tokenizer is None:
-        raise ConfigError("The bench needs a model with a tokenizer.")
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
-        turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{path} cannot be read as JSONL with a prompt in every line: {e!r}.") from None
-    if not turns:
-        raise ConfigError(f"{path} holds no prompts.")
-    render = engine.tokenizer.apply_chat_template
-    texts = [render(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
-    return [engine.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"it must be at least 0 and below 1, not {value}")
+    return value
 
 
-def measure_size(engine: Engine, size: str, prompts: list[list[int]], args: argparse.Namespace) -> list[Measurement]:
-    if SIZES.get(size):
-        model = enlarge(engine.model, **SIZES[size])
-        engine = Engine(model, replace(engine.info, spec=model.spec), engine.tokenizer)
-    base = DecodeConfig(mode="vanilla", drafts=args.drafts, delta=args.delta, max_new_tokens=args.max_new_tokens)
-    configs = {
-        "vanilla": base,
-        "spiffy": replace(base, mode="spiffy"),
-        "specfold": replace(base, mode="specfold"),
-        "specfold, entry gate": replace(base, mode="specfold", ffn_gate="entry"),
-    }
-    return compare(engine, prompts, configs, args.batch_size, args.repeats)
-
-
-def print_table(size: str, rows: list[Measurement]) -> None:
-    print(f"\n{size}")
-    head = ("mode", "ms/token", "speed", "forwards", "tok/fwd", "qkv rows/tok", "ffn rows/tok", "fold", "same")
-    print("{:22}{:>10}{:>8}{:>10}{:>9}{:>14}{:>14}{:>7}{:>7}".format(*head))
-    for row in rows:
-        values = row.to_dict()
-        fold = "-" if values["fold_rate"] is None else f"{values['fold_rate']:.2f}"
-        print(
-            f"{row.name:22}{values['ms_per_token']:>10.3f}{rows[0].seconds / row.seconds:>8.2f}"
-            f"{values['forwards']:>10}{values['tokens_per_forward']:>9.2f}"
-            f"{values['recomputed_qkv_rows_per_token']:>14.0f}{values['recomputed_ffn_rows_per_token']:>14.0f}"
-            f"{fold:>7}{values['agreement']:>7.2f}"
-        )
-
-
-def report(args: argparse.Namespace, results: dict[str, list[Measurement]]) -> dict[str, Any]:
-    """The JSON line: settings, machine, source hash (parts of one source can be merged), results."""
-    chip = (
-        torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
-    )
-    settings = {
-        name: value if isinstance(value, int | float | list) else str(value) for name, value in vars(args).items()
-    }
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "chip": chip,
-        "torch": torch.__version__,
-        "sources": source_hash(),
-        "settings": settings,
-        "results": {size: [row.to_dict() for row in rows] for size, rows in results.items()},
+        name: value if isinstance(value, int | float | list) or value is None else str(value)
+        for name, value in vars(args).items()
+        if name != "command"
     }
 
 
-def source_hash() -> str:
-    """Hash of everything that decides a measurement."""
-    files = [Path(__file__), *(ROOT / "specfold").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def _random_engine(shape: str, args: argparse.Namespace) -> Engine:
+    device = torch.device(args.device)
+    check_backend(args.backend, device)
+    return random_engine(shape, device, getattr(torch, args.dtype), args.backend)
+
+
+def _resize(engine: Engine, size: str) -> Engine:
+    if size == "model":
+        return engine
+    model = enlarge(engine.model, SIZES[size], engine.mask_token_id)
+    return Engine(model, replace(engine.info, spec=model.spec), engine.tokenizer, engine.backend)
+
+
+def _free_memory(device: str) -> None:
+    """Gives back what the last measurement took, before the next one plans with what is free."""
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -58,22 +58,9 @@ class Decoder:
     def __init__(self, engine: Engine, config: DecodeConfig, batch_size: int) -> None:
         self.engine = engine
         self.config = config
-        self.rules = engine.info.family.rules(engine.info.spec, config)
-        self.backend: Backend = make_backend(
-            engine.backend,
-            RunSetup(
-                model=engine.model,
-                family=engine.info.family,
-                rules=self.rules,
-                graph=graph_for(config),
-                config=config,
-                batch_size=batch_size,
-                mask_id=engine.mask_token_id,
-                stop_ids=engine.stop_token_ids,
-                vocab_size=engine.vocab_size,
-                context_length=engine.context_length,
-            ),
-        )
+        setup = run_setup(engine, config, batch_size)
+        self.rules = setup.rules
+        self.backend: Backend = make_backend(engine.backend, setup)
         self.rows: list[Row | None] = [None] * batch_size
         self._waiting: Request | None = None
         self._leaving: list[_Leaving] = []
@@ -207,6 +194,22 @@ class Decoder:
     def _stop_string_in(self, row: Row) -> bool:
         text = decode_text(self.engine.tokenizer, row.tokens)
         return any(stop in text for stop in row.stop)
+
+
+def run_setup(engine: Engine, config: DecodeConfig, batch_size: int) -> RunSetup:
+    """What a backend needs to know of a run."""
+    return RunSetup(
+        model=engine.model,
+        family=engine.info.family,
+        rules=engine.info.family.rules(engine.info.spec, config),
+        graph=graph_for(config),
+        config=config,
+        batch_size=batch_size,
+        mask_id=engine.mask_token_id,
+        stop_ids=engine.stop_token_ids,
+        vocab_size=engine.vocab_size,
+        context_length=engine.context_length,
+    )
 
 
 def _finished(leaving: _Leaving) -> Finished:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from specfold.backends.select import check_backend
+from specfold.backends.select import check_backend, plan_backend
 from specfold.checkpoint import ModelInfo, load_model, load_tokenizer, local_model_folder, read_model_info
 from specfold.config import ConfigError, DecodeConfig
-from specfold.decoder import Decoder
+from specfold.decoder import Decoder, run_setup
 from specfold.model import Model
 from specfold.request import Completion, Request
 
@@ -90,6 +90,15 @@ class Engine:
         self.info.check_config(config)
         if config.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer, and the model folder has none.")
+
+    def plan_memory(self, config: DecodeConfig, batch_size: int) -> str | None:
+        """How a run would divide the device's memory, in one line; None where nothing is planned.
+
+        Raises ConfigError if not even one row fits.
+        """
+        plan = plan_backend(self.backend, run_setup(self, config, batch_size))
+        prompt = min(1024, self.context_length - config.max_new_tokens)
+        return None if plan is None else plan.describe(prompt, config.max_new_tokens)
 
     def check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[str, str] | None:
         """Kind and sentence of what is wrong with a prompt, or None."""

@@ -53,6 +53,7 @@ def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
     console = Console()
     events: SimpleQueue[Event] = SimpleQueue()
     with ray_session(config.ray_address, config.workers), StopSignals(lambda: events.put(Wake())) as signals:
+        choose_device(config)  # a device that is not there is refused before anything is written
         token = secrets.token_hex(8)
         view = open_view(console)
         lease = Lease(store, token, view.say)

@@ -24,8 +24,8 @@ _MAX_SESSIONS = 100
 class Admission:
     """Holds workers against the run's identity. The first one of a new run completes it and creates ``run.json``."""
 
-    def __init__(self, rundir: RunDir, run: RunFile, *, is_new: bool) -> None:
-        self._rundir, self._run, self._is_new = rundir, run, is_new
+    def __init__(self, rundir: RunDir, run: RunFile, say: Callable[[str], None], *, is_new: bool) -> None:
+        self._rundir, self._run, self._say, self._is_new = rundir, run, say, is_new
         self._is_first = True
         self.identity = "" if is_new else run.hash
         """The hash for the footers."""
@@ -38,6 +38,8 @@ class Admission:
         if self._is_first:
             self._admit_first(info.device_kind)
             self._is_first = False
+            if info.memory:
+                self._say(info.memory)
         kind = self._run.identity[DEVICE]
         if info.device_kind == kind or not self._run.identity["deterministic"]:
             return None

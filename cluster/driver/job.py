@@ -104,10 +104,10 @@ class Job:
             self._num_shards = -(-self._num_rows // shard_rows)
         if existing:
             self._rundir.require_same(existing, identity)
-            return config, Admission(self._rundir, existing, is_new=False), existing.schema
+            return config, Admission(self._rundir, existing, self._view.say, is_new=False), existing.schema
         schema = carried_schema(self._source, config, self._helpers("column types"))
         run = describe_run(config, identity, schema, self._source.files, self._model)
-        return config, Admission(self._rundir, run, is_new=True), schema
+        return config, Admission(self._rundir, run, self._view.say, is_new=True), schema
 
     def _survey(self, existing: RunFile | None, config: JobConfig) -> Survey:
         """What the parts of earlier sessions are worth; those that stand are counted."""
@@ -227,7 +227,10 @@ def choose_device(config: JobConfig) -> Literal["cpu", "cuda"]:
         raise UserError("--device cuda was given, but Ray finds no GPU on this machine.")
     if config.device != "auto":
         return config.device
-    return "cuda" if has_gpus or config.gpus_per_worker else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if has_gpus or config.gpus_per_worker else "cpu"
+    if device == "cpu" and config.backend == "triton":
+        raise UserError("--backend triton needs a GPU, and Ray finds none; leave --backend out or give torch.")
+    return device
 
 
 def worker_resources(config: JobConfig) -> dict[str, float]:

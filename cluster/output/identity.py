@@ -25,7 +25,7 @@ def resolve(config: JobConfig, device: Literal["cpu", "cuda"], shard_rows: int) 
         device=device,
         shard_rows=shard_rows,
         dtype=("bfloat16" if device == "cuda" else "float32") if config.dtype == "auto" else config.dtype,
-        backend="torch" if config.backend == "auto" else config.backend,
+        backend=("triton" if device == "cuda" else "torch") if config.backend == "auto" else config.backend,
     )
 
 

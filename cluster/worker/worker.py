@@ -129,6 +129,7 @@ class Worker:
         )  # fmt: skip
         decode = config.decode
         engine.check_config(decode)
+        memory = engine.plan_memory(decode, config.batch_size)
         self._preparer = RowPreparer(config, folder, plan.carried)
         self._recorder = FlightRecorder(recorder_path(plan.token, self._name), 4 * config.batch_size + 64)
         self._decode = DecodeLoop(
@@ -140,7 +141,7 @@ class Worker:
         self._decode.start()
         pid = os.getpid()
         return WorkerInfo(
-            device_kind(plan.device), os.uname().nodename, self._node_id, pid, token_versions(), birth(pid)
+            device_kind(plan.device), os.uname().nodename, self._node_id, pid, token_versions(), birth(pid), memory
         )
 
     def _prepare(self, raw: RawShard, task: ShardTask) -> ShardWork:

@@ -41,7 +41,7 @@ class FusedBackend:
         model, device = setup.model, setup.model.device
         spec, rules = model.spec, setup.rules
         self._setup, self._device = setup, device
-        self.memory = _plan(setup)
+        self.memory = plan_run(setup)
         self.pool = PagePool(spec, device, model.dtype, self.memory.num_pages, fixed=True)
         positions = min(setup.context_length + rules.block_size, self.memory.num_pages * PAGE_SIZE)
         table = pages_for(positions)
@@ -130,7 +130,7 @@ def _report(slot: int, row: list[int], block: int) -> RowReport | None:
     return RowReport(slot, committed, done=True, stopped=bool(flags["stopped"]), tail=tail)
 
 
-def _plan(setup: RunSetup) -> MemoryPlan:
+def plan_run(setup: RunSetup) -> MemoryPlan:
     """What the run's buffers take, and how many pages stay."""
     model, rules = setup.model, setup.rules
     spec, item = model.spec, model.dtype.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specfold.config import ConfigError
-from specfold.pages import PAGE_SIZE, pages_for
+from specfold.pages import pages_for
 
 RESERVE = 768 << 20
 """Left free for the CUDA context's growth, captured graphs and compiled kernels."""
@@ -25,12 +25,13 @@ class MemoryPlan:
         """Rows of that many positions whose keys and values fit at once."""
         return self.num_pages // pages_for(num_positions)
 
-    def describe(self, num_positions: int) -> str:
+    def describe(self, prompt_len: int, max_new_tokens: int) -> str:
         """One line for a log."""
+        rows = self.rows_of(prompt_len + max_new_tokens)
         return (
-            f"device memory: weights {_gib(self.weights)}, step buffers {_gib(self.step)}, keys and values "
-            f"{_gib(self.num_pages * self.page_bytes)} for {self.num_pages * PAGE_SIZE} positions "
-            f"({self.rows_of(num_positions)} rows of {num_positions})"
+            f"Device memory: weights {_gib(self.weights)}, step buffers {_gib(self.step)}, keys and values "
+            f"{_gib(self.num_pages * self.page_bytes)}: room for {rows:,} rows at once with prompts of {prompt_len:,} "
+            f"and {max_new_tokens:,} new tokens."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from specfold.backends.base import Backend, RunSetup
+from specfold.backends.memory import MemoryPlan
 from specfold.backends.torch_backend import TorchBackend
 from specfold.config import ConfigError
 
@@ -30,6 +31,15 @@ def make_backend(name: str, setup: RunSetup) -> Backend:
     from specfold.backends.operations import load_operations
 
     return FusedBackend(setup, load_operations(reference=name == "reference"))
+
+
+def plan_backend(name: str, setup: RunSetup) -> MemoryPlan | None:
+    """How a run's memory would be divided; None for the torch backend, which takes it as it comes."""
+    if name == "torch":
+        return None
+    from specfold.backends.fused_backend import plan_run
+
+    return plan_run(setup)
 
 
 def _interpreting() -> bool:

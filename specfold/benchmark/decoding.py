@@ -1,17 +1,28 @@
-"""Timing of whole decoding runs, mode against mode on the same prompts."""
+"""Whole decoding runs, mode against mode on the same prompts."""
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from specfold.config import DecodeConfig
+from specfold.config import ConfigError, DecodeConfig
 from specfold.engine import Engine
 from specfold.request import Request
 from specfold.stats import DecodeStats
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt as token ids, and the number that its answer ends with, if known."""
+
+    prompt_ids: list[int]
+    answer: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +34,8 @@ class Measurement:
     stats: DecodeStats
     agreement: float
     """Share of rows whose tokens equal the first configuration's."""
+    accuracy: float | None
+    """Share of rows whose last number is the expected answer; None where no answers are known."""
 
     def to_dict(self) -> dict[str, Any]:
         stats, tokens = self.stats, self.stats.output_tokens
@@ -39,27 +52,30 @@ class Measurement:
             "acceptance_by_depth": [round(a, 4) for a in stats.acceptance_by_depth],
             "fold_rate": stats.fold_rate,
             "agreement": self.agreement,
+            "accuracy": self.accuracy,
         }
 
 
 def compare(
     engine: Engine,
-    prompts: Sequence[Sequence[int]],
+    questions: Sequence[Question],
     configs: dict[str, DecodeConfig],
     batch_size: int,
     repeats: int,
 ) -> list[Measurement]:
-    """Decodes the prompts under every configuration in turn, ``repeats`` times, so that drifts hit all alike."""
+    """Decodes the questions under every configuration in turn, ``repeats`` times, so that drifts hit all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     tokens: dict[str, list[list[int]]] = {}
+    accuracy: dict[str, float | None] = {}
     stats: dict[str, DecodeStats] = {}
     for _ in range(repeats):
         for name, config in configs.items():
-            requests = (Request(prompt, row_id=i) for i, prompt in enumerate(prompts))
+            requests = (Request(question.prompt_ids, row_id=i) for i, question in enumerate(questions))
             start = time.perf_counter()
             completions = sorted(engine.stream(requests, config, batch_size), key=lambda c: c.row_id)
             seconds[name].append(time.perf_counter() - start)
             tokens[name] = [c.token_ids for c in completions]
+            accuracy[name] = _accuracy(questions, [c.text for c in completions])
             stats[name] = DecodeStats()
             for completion in completions:
                 stats[name].add(completion.stats)
@@ -68,4 +84,28 @@ def compare(
     def agreement(name: str) -> float:
         return sum(a == b for a, b in zip(tokens[name], reference, strict=True)) / max(len(reference), 1)
 
-    return [Measurement(n, statistics.median(seconds[n]), stats[n], agreement(n)) for n in configs]
+    return [Measurement(n, statistics.median(seconds[n]), stats[n], agreement(n), accuracy[n]) for n in configs]
+
+
+def _accuracy(questions: Sequence[Question], texts: Sequence[str]) -> float | None:
+    known = [(question.answer, text) for question, text in zip(questions, texts, strict=True) if question.answer]
+    right = [answer == (re.findall(r"-?\d+", text) or [None])[-1] for answer, text in known]
+    return sum(right) / len(right) if right else None
+
+
+def read_questions(engine: Engine, path: Path, count: int) -> list[Question]:
+    """The first prompts of a JSONL file, as one user turn each, with their ``answer`` if they have one."""
+    if engine.tokenizer is None:
+        raise ConfigError("The bench needs a model with a tokenizer.")
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+        turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path} cannot be read as JSONL with a prompt in every line: {e!r}.") from None
+    if not turns:
+        raise ConfigError(f"{path} holds no prompts.")
+    render = engine.tokenizer.apply_chat_template
+    texts = [render(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    ids = [engine.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    answers = [None if row.get("answer") is None else str(row["answer"]) for row in rows]
+    return [Question(prompt, answer) for prompt, answer in zip(ids, answers, strict=True)]

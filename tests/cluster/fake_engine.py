@@ -34,6 +34,9 @@ class FakeEngine:
         if config.mode == "ar":
             raise ConfigError("mode ar is not for the fake engine.")
 
+    def plan_memory(self, config: DecodeConfig, batch_size: int) -> str | None:
+        return None
+
     def check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[str, str] | None:
         return None
 

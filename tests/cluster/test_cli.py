@@ -75,7 +75,11 @@ def test_keys_may_be_written_with_underscores(tmp_path: Path) -> None:
         (["--mode", "fast"], 'Invalid value "fast" for --mode.'),
         (["--drafts", "auto"], "Invalid value for --drafts: it must be a whole number, not 'auto'."),
         (["--limit", "1.5"], "Invalid value for --limit: it must be a whole number, not '1.5'."),
-        (["--backend", "triton"], 'Invalid value "triton" for --backend. Choose from: "auto", "torch".'),
+        (["--backend", "jax"], 'Invalid value "jax" for --backend. Choose from: "auto", "torch", "triton".'),
+        (
+            ["--backend", "triton", "--device", "cpu"],
+            "--backend triton needs a GPU, but --device is cpu; leave --backend out or give torch.",
+        ),
         (["--limit"], "Parameter --limit requires an argument."),
         (["prompts.jsonl"], "Unexpected arguments ['prompts.jsonl']."),
         (["--chat-template-text", "x"], "Unknown option: --chat-template-text."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +13,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_bench(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "jobs" / "bench.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    # Users do not run Triton in its interpreter, as the tests' own process does.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=False)
 
 
 def test_the_last_line_is_json_with_all_modes() -> None:
-    done = run_bench("--size", "bundled", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "24")
+    done = run_bench("--size", "model", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "96")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    rows = {row["name"]: row for row in report["results"]["bundled"]}
+    (part,) = report["parts"]
+    rows = {row["name"]: row for row in part["records"]}
     assert rows["spiffy"]["agreement"] == 1.0
+    assert rows["vanilla"]["accuracy"] == 1.0
     assert rows["spiffy"]["forwards"] < rows["vanilla"]["forwards"]
-    assert rows["specfold"]["recomputed_qkv_rows_per_token"] < rows["spiffy"]["recomputed_qkv_rows_per_token"]
-    assert 0 < rows["specfold"]["fold_rate"] < 1
+    assert rows["specfold 0.1"]["recomputed_qkv_rows_per_token"] < rows["spiffy"]["recomputed_qkv_rows_per_token"]
+    assert 0 < rows["specfold 0.1"]["fold_rate"] < 1
 
 
 def test_a_wrong_model_is_one_sentence() -> None:
@@ -44,3 +49,28 @@ def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert sentence in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_parts_of_the_same_sources_merge(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    part = {"date": "2026-01-01", "chip": "X", "torch": "2", "sources": "abc"}
+    record = {"shape": "s", "batch_size": 1, "drafts": 0, "fold_share": None, "step_ms": 2.0, "floor_ms": 1.0}
+    step = {"kind": "step", "settings": {"repeats": 3}, "records": [record]}
+    paths[0].write_text("a table\n" + json.dumps(part | {"parts": [step]}))
+    paths[1].write_text(json.dumps(part | {"parts": [step]}))
+    paths[2].write_text(json.dumps(part | {"parts": [step], "sources": "other"}))
+    done = run_bench("report", str(paths[0]), str(paths[1]), "--plot", str(tmp_path / "plot.png"))
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout.splitlines()[-1])["parts"]) == 2
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    done = run_bench("report", *map(str, paths))
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"error: {paths[2]} has sources other, the parts before it abc."
+    done = run_bench("report", __file__)
+    assert "does not end with a line of JSON" in done.stderr
+
+
+def test_a_step_needs_a_gpu() -> None:
+    done = run_bench("step", "--device", "cpu", "--shape", "nemotron-3b")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: backend triton needs a CUDA device, not cpu; torch runs everywhere."

@@ -105,6 +105,10 @@ def test_the_other_family_and_other_modes(environment: dict[str, str], tmp_path:
         (["--mode", "ar"], "error: --mode ar exists for Nemotron-Labs-Diffusion only, this model is fast_dllm_v2."),
         (["--model", "/nothing/here"], "error: "),
         (["--deltta", "0.1"], "error: "),
+        (
+            ["--backend", "triton"],
+            "error: --backend triton needs a GPU, and Ray finds none; leave --backend out or give ",
+        ),
         (["--drafts", "99"], "error: --drafts must be between 0 and 32, not 99."),
     ],
 )

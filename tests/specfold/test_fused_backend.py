@@ -183,7 +183,7 @@ def test_memory_is_planned_before_anything_is_allocated() -> None:
     plan = plan_memory(10 << 30, 3 << 30, 1 << 30, 1 << 20, useful_pages=100_000, least_pages=4)
     assert plan.num_pages == (9 << 10) - 768
     assert plan.rows_of(1024) == plan.num_pages // 32
-    assert "264 rows of 1024" in plan.describe(1024)
+    assert "room for 264 rows at once with prompts of 1,000 and 24 new tokens" in plan.describe(1000, 24)
     assert plan_memory(10 << 30, 0, 1 << 30, 1 << 20, useful_pages=50, least_pages=4).num_pages == 50
     with pytest.raises(ConfigError, match=r"has 1.00 GiB free .* one row needs 1.75 GiB: lower the batch size"):
         plan_memory(1 << 30, 0, 1 << 30, 1 << 20, useful_pages=50, least_pages=4)
