@@ -64,12 +64,16 @@ class ShardRecord:
     finished: dict[str, int]
     """Rows by finish reason."""
     stats: DecodeStats
+    flags: dict[str, int] = field(default_factory=dict)
+    """Rows by flag; a row may have several."""
     worker: str = ""
     started: float = 0.0
     """Seconds since the epoch; work on the shard ran from here to ``ended``."""
     ended: float = 0.0
     slowest_row: int = -1
     slowest_row_s: float = 0.0
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Rows with an output, by its tokens in bins of an eighth of an octave: the bin's smallest length names it."""
 
     @property
     def rows(self) -> int:

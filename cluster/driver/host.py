@@ -12,12 +12,15 @@ from typing import Any
 from cluster.driver.progress import Snapshot, View
 from cluster.driver.roster import Live
 from cluster.messages import ShardRecord, WorkerInfo, WorkerState
+from cluster.output.history import History
 from cluster.output.identity import DEVICE, differences, other_versions, token_versions
+from cluster.output.report import Report
 from cluster.output.rundir import RunDir, RunFile
 from cluster.output.storage import Store
 from cluster.output.summary import Tally, read_summary, write_summary
 
-SUMMARY_S, SHOW_S = 10.0, 0.5
+SUMMARY_S, REPORT_S, SHOW_S = 10.0, 30.0, 0.5
+REPORT_SHARE = 0.01
 _MAX_SESSIONS = 100
 
 
@@ -56,13 +59,20 @@ class Admission:
 
 
 class SummaryFile:
-    """``summary.json`` of a session: refreshed while it runs, final at its end."""
+    """``summary.json`` and ``report.html`` of a session: refreshed while it runs, final at its end."""
 
-    def __init__(self, store: Store, tally: Tally, total_rows: int | None) -> None:
-        self._store, self._tally, self._total_rows = store, tally, total_rows
+    def __init__(self, store: Store, tally: Tally, total_rows: int | None, say: Callable[[str], None]) -> None:
+        self._store, self._tally, self._total_rows, self._say = store, tally, total_rows, say
+        self._history = History()
+        self._report = Report(store, tally)
+        self._report_due = 0.0
         self._started, self._begin = time.time(), time.monotonic()
         self._sessions = read_summary(store).get("sessions", [])[-_MAX_SESSIONS:]
         self._versions = token_versions() | other_versions() | {"git": _git_commit()}
+
+    def note(self, rows: int, tokens: int) -> None:
+        """Keep for the history how far the job is now; ``tokens``: of this session."""
+        self._history.add(time.monotonic() - self._begin, rows, tokens)
 
     def write(self, state: str, exit_code: int | None = None, missing: str = "") -> dict[str, Any]:
         """Publish the totals; returns them."""
@@ -75,8 +85,26 @@ class SummaryFile:
         }  # fmt: skip
         values = {"state": state, "missing_shards": missing, "updated": _utc(time.time())} | values
         values["sessions"] = [*self._sessions, session]
+        if state != "running":
+            self._history.add(seconds, self._tally.rows, self._tally.session_tokens)
+        values["history"] = self._history.points()
         write_summary(self._store, values)
+        if state != "running" or seconds >= self._report_due:
+            self._write_report(values)
         return values
+
+    def _write_report(self, values: dict[str, Any]) -> None:
+        """Publish the page. The rows matter more: whatever is wrong with the page is one line and never ends a job."""
+        before = time.monotonic()
+        try:
+            self._report.write(values)
+        except Exception as error:
+            self._say(
+                f"report.html could not be made ({type(error).__name__}: {error}); the results are not concerned."
+            )
+        now = time.monotonic()
+        # A slow store or a huge run gets fewer pages, not a slower job.
+        self._report_due = now - self._begin + max(REPORT_S, (now - before) / REPORT_SHARE)
 
 
 class JobHost:
@@ -117,7 +145,9 @@ class JobHost:
         now = time.monotonic()
         if now - self._shown >= SHOW_S:
             self._shown = now
-            self._view.show(self._snapshot(live, wanted))
+            snapshot = self._snapshot(live, wanted)
+            self._view.show(snapshot)
+            self._summary.note(snapshot.rows, snapshot.output_tokens)
         if now - self._written >= SUMMARY_S and self.identity:
             self._written = now
             self._summary.write("running")

@@ -70,7 +70,7 @@ class Job:
         left = self._survey(existing, config)
         self._check_rows(config, schema)
         total = None if self._num_rows is None else self._num_rows * config.num_samples
-        summary = SummaryFile(self._store, self._tally, total)
+        summary = SummaryFile(self._store, self._tally, total, self._view.say)
         host = JobHost(admission, self._tally, self._view, summary, total, self._check_alive)
         try:
             self._decode(config, schema, left, host)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -114,7 +115,17 @@ def count_rows(table: pa.Table) -> dict[str, Any]:
         "finished": _tally(table["finish_reason"]),
         "slowest_row": table["row_id"][slowest].as_py() if slowest >= 0 else -1,
         "slowest_row_s": round(table["seconds"][slowest].as_py(), 3) if slowest >= 0 else 0.0,
+        "lengths": length_bins(
+            table["num_output_tokens"].filter(pc.not_equal(table["finish_reason"], ERROR)).to_numpy()
+        ),
     }
+
+
+def length_bins(lengths: np.ndarray) -> dict[str, int]:
+    """Counts by length: every length below 16 by itself, above it eight bins an octave. Bins of many parts add up."""
+    octave = np.maximum(np.floor(np.log2(np.maximum(lengths, 1))) - 3, 0).astype(np.int64)
+    values, counts = np.unique(lengths >> octave << octave, return_counts=True)
+    return {str(value): int(count) for value, count in zip(values, counts, strict=True)}
 
 
 def encode_part(table: pa.Table, record: ShardRecord) -> bytes:

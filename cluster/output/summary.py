@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pyarrow as pa
@@ -17,6 +17,7 @@ from specfold.stats import DecodeStats
 
 SUMMARY, SHARDS = "summary.json", "shards.parquet"
 MAX_SLOWEST = 50
+MAX_PLACES = 2
 
 _SHARD_SCHEMA = pa.schema(
     [
@@ -29,6 +30,26 @@ _SHARD_SCHEMA = pa.schema(
 )  # fmt: skip
 
 
+class ShardLine(NamedTuple):
+    """A line of ``shards.parquet``."""
+
+    shard: int
+    first_row: int
+    rows: int
+    failed: int
+    output_tokens: int
+    tokens_per_second: float | None
+    tokens_per_forward: float | None
+    acceptance: float | None
+    fold_rate: float | None
+    worker: str
+    started: int
+    """Milliseconds since the epoch."""
+    seconds: float
+    slowest_row: int
+    slowest_row_seconds: float
+
+
 class Tally:
     """Sums over finished shards, of this session and of earlier ones. Holds one line per shard and no results."""
 
@@ -36,17 +57,26 @@ class Tally:
         self.stats = DecodeStats()
         self.failed: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
+        self.lengths: Counter[str] = Counter()
+        self.failed_in: dict[str, list[int]] = {}
+        """A few shards with errors of each kind; ``flagged_in``: with rows of each flag."""
+        self.flagged_in: dict[str, list[int]] = {}
         self.rows = 0
         self.session_rows = 0
         self.session_tokens = 0
         self._workers: dict[str, _WorkerTotals] = {}
-        self._lines: dict[int, tuple[Any, ...]] = {}
+        self._lines: dict[int, ShardLine] = {}
 
     def add(self, record: ShardRecord, *, fresh: bool) -> None:
         """Count a part. ``fresh``: written in this session."""
         self.stats.add(record.stats)
         self.failed.update(record.failed)
         self.finished.update(record.finished)
+        self.lengths.update(record.lengths)
+        for where, names in ((self.failed_in, record.failed), (self.flagged_in, record.flags)):
+            for name in names:
+                if len(where.setdefault(name, [])) < MAX_PLACES:
+                    where[name].append(record.index)
         self.rows += record.rows
         self._lines[record.index] = _line(record)
         if fresh:
@@ -69,6 +99,10 @@ class Tally:
     def has(self, index: int) -> bool:
         return index in self._lines
 
+    def lines(self) -> list[ShardLine]:
+        """A line per shard, in order."""
+        return [self._lines[index] for index in sorted(self._lines)]
+
     def to_dict(self, seconds: float) -> dict[str, Any]:
         """The counted part of ``summary.json``; ``seconds``: how long this session has run.
 
@@ -85,6 +119,7 @@ class Tally:
                 "by_finish_reason": {reason: self.finished[reason] for reason in ("stop", "length", ERROR)},
             },
             "output_tokens": stats.output_tokens,
+            "output_lengths": {length: self.lengths[length] for length in sorted(self.lengths, key=int)},
             "tokens_per_second": {
                 "decode": _ratio(self.session_tokens * places, busy),
                 "end_to_end": _ratio(self.session_tokens, seconds),
@@ -104,7 +139,7 @@ class Tally:
 
     def shards_file(self) -> bytes:
         """``shards.parquet``: one row per shard, in order."""
-        lines = [self._lines[index] for index in sorted(self._lines)]
+        lines = self.lines()
         columns = list(zip(*lines, strict=True)) if lines else [()] * len(_SHARD_SCHEMA)
         arrays = [pa.array(column, field.type) for column, field in zip(columns, _SHARD_SCHEMA, strict=True)]
         sink = pa.BufferOutputStream()
@@ -112,9 +147,8 @@ class Tally:
         return sink.getvalue().to_pybytes()
 
     def _slowest(self) -> list[dict[str, Any]]:
-        seconds = _SHARD_SCHEMA.get_field_index("seconds")
-        lines = sorted(self._lines.values(), key=lambda line: -line[seconds])[:MAX_SLOWEST]
-        return [dict(zip(_SHARD_SCHEMA.names, line, strict=True)) for line in lines]
+        lines = sorted(self._lines.values(), key=lambda line: -line.seconds)[:MAX_SLOWEST]
+        return [line._asdict() for line in lines]
 
 
 class _WorkerTotals:
@@ -180,9 +214,9 @@ def summary_table(values: dict[str, Any]) -> Table:
     return table
 
 
-def _line(record: ShardRecord) -> tuple[Any, ...]:
+def _line(record: ShardRecord) -> ShardLine:
     stats = record.stats
-    return (
+    return ShardLine(
         record.index, record.first_row, record.rows, record.num_failed, stats.output_tokens,
         _ratio(stats.output_tokens, record.seconds), stats.tokens_per_forward,
         _ratio(stats.drafts_accepted, stats.drafts_proposed), stats.fold_rate, record.worker,
