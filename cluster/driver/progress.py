@@ -135,11 +135,11 @@ def describe(snapshot: Snapshot, pace: Pace) -> str:
     parts.append(f"{snapshot.workers_up} of {snapshot.workers} workers up")
     eta = pace.eta_s(snapshot)
     if eta is not None:
-        parts.append(f"{_duration(eta)} left")
+        parts.append(f"{duration(eta)} left")
     return ", ".join(parts)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"
