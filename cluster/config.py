@@ -92,7 +92,13 @@ class JobConfig:
     retry_failed: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
     """Decode failed rows again, except those whose input is at fault."""
     check: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
-    """Check every input row, print what is wrong, and decode nothing."""
+    """Check every input row, the model's files and the output folder, print what a job would find and need, and decode
+    nothing."""
+    push_to_hub: Annotated[str | None, Parameter(group=_INPUT)] = None
+    """Hub dataset (owner/name) that the rows and the card are uploaded to at the end; made if it is not there. The
+    token comes from the usual environment."""
+    hub_public: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    """Make a new hub dataset public; left out: private."""
 
     prompt_column: Annotated[str | None, Parameter(group=_PROMPT)] = None
     """Column that holds the prompt; prompt unless given."""
@@ -211,6 +217,12 @@ class JobConfig:
             # Arguments that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
             text = "".join(getattr(self, name) or "")
             _require(not re.search("[\ud800-\udfff]", text), f"{flag(name)} is not UTF-8 text.")
+        repo = self.push_to_hub
+        _require(
+            repo is None or re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", repo, re.ASCII) is not None,
+            f"--push-to-hub takes a dataset's name such as owner/name, not {repo!r}.",
+        )
+        _require(not self.hub_public or repo is not None, "--hub-public has no meaning without --push-to-hub.")
         _require(bool(self.model), "--model must not be empty.")
         _require(bool(self.prompts), "--prompts must not be empty.")
 

@@ -18,6 +18,7 @@ from cluster.driver.feed import InputFeed
 from cluster.driver.host import Admission, JobHost, SummaryFile
 from cluster.driver.ledger import Ledger
 from cluster.driver.pool import RayPool
+from cluster.driver.preflight import short_report
 from cluster.driver.progress import View
 from cluster.driver.session import Interrupted, StopSignals, ray_map, worker_environment
 from cluster.errors import UserError
@@ -25,8 +26,10 @@ from cluster.input.schema import Map, carried_schema
 from cluster.input.shards import InputSource
 from cluster.messages import WorkerPlan
 from cluster.models import ModelRef
-from cluster.output.identity import resolve, run_identity
+from cluster.output.card import CARD, dataset_card
+from cluster.output.identity import other_versions, resolve, run_identity, token_versions
 from cluster.output.lease import Lease
+from cluster.output.push import push
 from cluster.output.resume import Survey, restore_stats, survey
 from cluster.output.rundir import RunDir, RunFile, describe_run
 from cluster.output.sink import DATA
@@ -83,7 +86,7 @@ class Job:
             if isinstance(error, UserError) and error.exit_code == EXIT_MISSING and self._missing():
                 raise UserError(f"{error} Missing shards: {self._missing()}.", EXIT_MISSING) from None
             raise
-        return self._finish(summary)
+        return self._finish(summary, config)
 
     def _open_rundir(self) -> RunFile | None:
         existing = self._rundir.read()
@@ -132,7 +135,8 @@ class Job:
         rows = config.limit if rows is None else min(rows, config.limit or rows)
         run = self._helpers("check rows")
         found = check_rows(self._source, config, self._model, schema, rows, run)
-        for line in found.report() if found.num_failed or found.warnings else ():
+        self._view.say(short_report(found, config, self._num_rows))
+        for line in found.report()[0 if found.num_failed else 1 :]:
             self._view.say(line)
         if found.rows == found.num_failed and found.rows == (self._num_rows or found.rows):
             raise UserError(f"no row can be decoded: {found.first_problem()}")
@@ -161,12 +165,14 @@ class Job:
             feed.close()
             pool.close()
 
-    def _finish(self, summary: SummaryFile) -> int:
+    def _finish(self, summary: SummaryFile, config: JobConfig) -> int:
         failed = self._tally.num_failed > self._config.max_failed * max(self._tally.rows, 1)
         code = EXIT_FAILED if failed else 0
         self._rundir.clean()  # a worker killed while it wrote has left a temporary file
         self._store.write(SHARDS, self._tally.shards_file())
         values = summary.write("done", code)
+        versions = token_versions() | other_versions()
+        self._store.write(CARD, dataset_card(config, self._model, values, versions).encode())
         self._view.close()
         self._console.print(summary_table(values))
         # On a line of its own, however long: people copy it.
@@ -176,6 +182,10 @@ class Job:
                 f"{self._tally.num_failed:,} of {self._tally.rows:,} rows have failed, more than --max-failed "
                 f"{self._config.max_failed:g}; --retry-failed decodes again those whose input is not at fault."
             )
+        if config.push_to_hub and failed:
+            self._view.say("Nothing was pushed to the hub.")
+        elif config.push_to_hub:
+            self._view.say(f"Pushed to {push(self._store, config.push_to_hub, public=config.hub_public)}")
         return code
 
     def _count_unretried(self, left: Survey) -> None:
