@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cluster.output.rundir import QUARANTINE
 from cluster.output.sink import output_schema, part_name
 from cluster.output.storage import StorageError, Store
 from specfold.request import ERROR
@@ -35,9 +36,13 @@ def find_outputs(store: Store, index: int, count: int) -> list[Example]:
     return _find(store, part_name(index), count, lambda row: row["finish_reason"] != ERROR)
 
 
-def find_flagged(store: Store, name: str, flag: str, count: int) -> list[Example]:
-    """The first rows of a part, given by its path, with a flag."""
-    return _find(store, name, count, lambda row: flag in row["flags"])
+def find_flagged(store: Store, index: int, flag: str, count: int) -> list[Example]:
+    """The first rows of a shard with a flag, wherever they were put."""
+    aside = [f"{QUARANTINE}/{name}" for name in store.names(QUARANTINE) if f"{index:07d}." in name]
+    found: list[Example] = []
+    for name in (part_name(index), *aside):
+        found += _find(store, name, count - len(found), lambda row: flag in row["flags"])
+    return found
 
 
 def find_errors(store: Store, index: int, kind: str, count: int) -> list[Example]:
@@ -62,7 +67,7 @@ def _find(store: Store, name: str, count: int, fits: Callable[[dict[str, Any]], 
     """Reads no further than the last row it needs. None for a part that has gone or cannot be read."""
     found: list[Example] = []
     try:
-        for row in _rows(store, name):
+        for row in _rows(store, name) if count > 0 else ():
             if fits(row):
                 found.append(_example(row))
             if len(found) == count:

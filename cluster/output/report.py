@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from cluster.output.charts import Chart, heat_chart, histogram, percent, rate_chart, share_chart, span, timeline
+from cluster.output.charts import (
+    MAX_LANES,
+    Chart,
+    heat_chart,
+    histogram,
+    percent,
+    rate_chart,
+    share_chart,
+    span,
+    timeline,
+)
 from cluster.output.examples import Example, find_errors, find_flagged, find_outputs, shorten
 from cluster.output.lease import is_held
 from cluster.output.rundir import RUN, RunDir
@@ -70,6 +80,7 @@ class Report:
             unchanged=settings(self._run["config"], changed=False),
             max_sessions=MAX_SESSIONS,
             max_named=MAX_NAMED,
+            max_lanes=MAX_LANES,
         )
 
     def _outputs(self, lines: list[ShardLine], state: str) -> list[Example]:
@@ -228,8 +239,11 @@ def settings(config: dict[str, Any], *, changed: bool) -> list[tuple[str, str]]:
     def plain(value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
 
+    def text(value: Any) -> str:
+        return "–" if value in (None, [], "") else shorten(value if isinstance(value, str) else _json(value), _SETTING)
+
     return [
-        (name, "–" if value in (None, [], "") else shorten(value if isinstance(value, str) else _json(value), _SETTING))
+        (name.replace("_", "-"), text(value))
         for name, value in config.items()
         if (value != plain(defaults.get(name))) == changed
     ]
@@ -257,8 +271,8 @@ def _number(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def _clock(milliseconds: int) -> str:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+def _counts(found: list[tuple[str, int, list[Example]]]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count, _ in found)
 
 
 @lru_cache(1)
@@ -272,6 +286,6 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "number": _number, "percent": percent, "span": span, "clock": _clock, "json": _json, "short": shorten
+        "number": _number, "percent": percent, "span": span, "counts": _counts, "json": _json, "short": shorten
     }  # fmt: skip
     return environment.get_template("report.html.j2")

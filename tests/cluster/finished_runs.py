@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,11 @@ class FinishedRun:
         """Write and return ``summary.json``."""
         values = self.tally.to_dict(95.0)
         total = self.rows * self.num_shards
-        session = values.pop("session") | {"state": state, "exit_code": exit_code, "started": "2026-09-21T13:33:20Z"}
+        session = values.pop("session") | {"state": state, "exit_code": exit_code, "started": "2026-09-21T14:13:20Z"}
         session |= {"host": "node-1", "workers": 2, "versions": {"torch": "2.13.0"}}
         values["rows"] = {"total": total} | values["rows"]
-        values |= {"state": state, "missing_shards": "", "updated": "2026-09-21T13:35:00Z", "sessions": [session]}
-        values["history"] = [[t, t, 40 * t + 200 * (t // 20 % 2)] for t in range(0, 96, 2)]
+        values |= {"state": state, "missing_shards": "", "updated": "2026-09-21T14:14:55Z", "sessions": [session]}
+        values["history"] = [[t, t, int(max(t - 5, 0) * 100 + 90 * math.sin(t / 3))] for t in range(0, 96, 2)]
         values |= changes
         write_summary(self.store, values)
         return values

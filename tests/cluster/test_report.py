@@ -79,7 +79,7 @@ def test_the_page_tells_the_counts_and_shows_examples(finished: FinishedRun) -> 
 def test_flagged_rows_are_counted_at_the_top_and_shown(finished: FinishedRun) -> None:
     finished.fill()
     shown = page(finished, flags={"repetition": 3, "empty": 2}).text
-    assert "repetition, empty" in shown
+    assert "repetition 3, empty 2" in shown
     assert "No output is flagged." not in shown
 
 
