@@ -6,6 +6,7 @@ policy allows none.
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import datetime
@@ -171,7 +172,7 @@ def charts(summary: dict[str, Any], lines: list[ShardLine], max_new_tokens: int)
     forwards: dict[float, int] = {}
     for line in lines:
         if line.tokens_per_forward is not None:
-            bin = round(line.tokens_per_forward, 1)
+            bin = math.floor(line.tokens_per_forward * 10) / 10
             forwards[bin] = forwards.get(bin, 0) + 1
     lengths = {float(length): count for length, count in summary["output_lengths"].items()}
     bin_width = 2 ** max(

@@ -20,6 +20,7 @@ from cluster.output.report import Report, rebuild
 from cluster.output.sink import length_bins
 from cluster.output.storage import Store
 from cluster.output.summary import Tally
+from jobs.report import main
 from specfold import DecodeStats
 from tests.cluster import fake_engine
 from tests.cluster.finished_runs import START, FinishedRun
@@ -127,6 +128,20 @@ def test_a_killed_run_gets_its_page_from_the_parts(finished: FinishedRun) -> Non
 def test_only_a_run_gets_a_page(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no run"):
         rebuild(Store(str(tmp_path)))
+
+
+def test_the_page_is_made_anew_by_a_command(
+    finished: FinishedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished.fill()
+    finished.summary()
+    assert main([finished.store.url]) == 0
+    assert capsys.readouterr().out == f"{finished.store.url}/report.html\n"
+    for args, sentence in (([], "usage: "), ([str(tmp_path / "nothing")], "error: "), ([str(tmp_path)], "error: ")):
+        assert main(args) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(sentence)
+        assert len(err.splitlines()) == 1
 
 
 def test_the_page_of_a_huge_run_is_small(tmp_path: Path) -> None:
