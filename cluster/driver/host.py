@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cluster.driver.audit import Audit
 from cluster.driver.progress import Snapshot, View
 from cluster.driver.roster import Live
-from cluster.messages import ShardRecord, WorkerInfo, WorkerState
+from cluster.messages import AuditRecord, ShardRecord, WorkerInfo, WorkerState
 from cluster.output.history import History
 from cluster.output.identity import DEVICE, differences, other_versions, token_versions
 from cluster.output.report import Report
@@ -67,6 +68,9 @@ class SummaryFile:
         self._report = Report(store, tally)
         self._report_due = 0.0
         self._started, self._begin = time.time(), time.monotonic()
+        self._seconds: float | None = None
+        self.audit: dict[str, Any] | None = None
+        """What the audit has found so far, if one was asked for."""
         self._sessions = read_summary(store).get("sessions", [])[-_MAX_SESSIONS:]
         self._versions = token_versions() | other_versions() | {"git": _git_commit()}
 
@@ -74,9 +78,13 @@ class SummaryFile:
         """Keep for the history how far the job is now; ``tokens``: of this session."""
         self._history.add(time.monotonic() - self._begin, rows, tokens)
 
+    def stop_clock(self) -> None:
+        """What follows is no part of the run's time: an audit must not make its speed look lower."""
+        self._seconds = time.monotonic() - self._begin
+
     def write(self, state: str, exit_code: int | None = None, missing: str = "") -> dict[str, Any]:
         """Publish the totals; returns them."""
-        seconds = time.monotonic() - self._begin
+        seconds = time.monotonic() - self._begin if self._seconds is None else self._seconds
         values = self._tally.to_dict(seconds)
         values["rows"] = {"total": self._total_rows} | values["rows"]
         session = values.pop("session") | {
@@ -88,6 +96,8 @@ class SummaryFile:
         if state != "running":
             self._history.add(seconds, self._tally.rows, self._tally.session_tokens)
         values["history"] = self._history.points()
+        if self.audit is not None:
+            values["audit"] = self.audit
         write_summary(self._store, values)
         if state != "running" or seconds >= self._report_due:
             self._write_report(values)
@@ -122,6 +132,7 @@ class JobHost:
         self._admission, self._tally, self._view, self._summary = admission, tally, view, summary
         self._total_rows, self._check = total_rows, check
         self._shown = self._written = time.monotonic()
+        self._audit: Audit | None = None
 
     @property
     def identity(self) -> str:
@@ -130,11 +141,22 @@ class JobHost:
     def admit(self, info: WorkerInfo) -> str | None:
         return self._admission.admit(info)
 
+    def begin_audit(self, audit: Audit) -> None:
+        """From now on workers audit: what they count is no part of the run's totals."""
+        self._audit = audit
+        self._summary.stop_clock()
+
     def finished(self, record: ShardRecord) -> None:
-        self._tally.add(record, fresh=True)
+        if isinstance(record, AuditRecord):
+            assert self._audit is not None
+            self._audit.add(record)
+            self._summary.audit = self._audit.to_dict()
+        else:
+            self._tally.add(record, fresh=True)
 
     def observe(self, worker: str, state: WorkerState) -> None:
-        self._tally.observe(worker, state)
+        if self._audit is None:
+            self._tally.observe(worker, state)
 
     def say(self, message: str) -> None:
         self._view.say(message)
@@ -143,7 +165,7 @@ class JobHost:
         """Show and save where the job is; raises what must end it (a signal, a lost lease)."""
         self._check()
         now = time.monotonic()
-        if now - self._shown >= SHOW_S:
+        if now - self._shown >= SHOW_S and self._audit is None:
             self._shown = now
             snapshot = self._snapshot(live, wanted)
             self._view.show(snapshot)

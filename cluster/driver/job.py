@@ -11,6 +11,7 @@ import ray
 from rich.console import Console
 
 from cluster.config import JobConfig, default_shard_rows
+from cluster.driver.audit import Audit, describe_audit
 from cluster.driver.check import check_rows, rows_to_check
 from cluster.driver.dispatch import Dispatcher
 from cluster.driver.events import Event, Wake
@@ -32,7 +33,7 @@ from cluster.output.lease import Lease
 from cluster.output.push import push
 from cluster.output.resume import Survey, restore_stats, survey
 from cluster.output.rundir import RunDir, RunFile, describe_run
-from cluster.output.sink import DATA
+from cluster.output.sink import DATA, QUARANTINE
 from cluster.output.storage import StorageError, Store
 from cluster.output.summary import SHARDS, Tally, summary_table
 
@@ -76,7 +77,7 @@ class Job:
         summary = SummaryFile(self._store, self._tally, total, self._view.say)
         host = JobHost(admission, self._tally, self._view, summary, total, self._check_alive)
         try:
-            self._decode(config, schema, left, host)
+            self._decode(config, schema, left, host, summary)
         except (UserError, Interrupted) as error:
             self._count_unretried(left)
             if admission.identity and not self._lease.lost:
@@ -141,8 +142,8 @@ class Job:
         if found.rows == found.num_failed and found.rows == (self._num_rows or found.rows):
             raise UserError(f"no row can be decoded: {found.first_problem()}")
 
-    def _decode(self, config: JobConfig, schema: Any, left: Survey, host: JobHost) -> None:
-        if self._num_shards is not None and len(left.done) >= self._num_shards:
+    def _decode(self, config: JobConfig, schema: Any, left: Survey, host: JobHost, summary: SummaryFile) -> None:
+        if self._num_shards is not None and len(left.done) >= self._num_shards and not config.audit:
             return
         plan = WorkerPlan(
             config, self._model, schema, self._store.url, self._engine_factory, config.device, self._token
@@ -161,9 +162,23 @@ class Job:
             dispatcher = Dispatcher(pool, Ledger(feed), host, self._events, stall_s=config.stall_timeout)
             dispatcher.run()
             self._num_shards = feed.num_shards
+            if config.audit:
+                self._audit(config, dispatcher, host, summary)
         finally:
             feed.close()
             pool.close()
+
+    def _audit(self, config: JobConfig, dispatcher: Dispatcher, host: JobHost, summary: SummaryFile) -> None:
+        """Decode a few rows again without speculation. Every row is there already: if it fails, the job has not."""
+        audit = Audit(config, self._tally.rows_by_shard())
+        host.begin_audit(audit)
+        summary.audit = audit.to_dict()
+        if not audit.counts:
+            return
+        self._view.say(f"Auditing {audit.wanted:,} rows with --mode {audit.mode}.")
+        audit.run(self._source.shards(config.shard_rows or 1, config.limit), dispatcher.go_on, self._wake)
+        self._check_alive()
+        summary.audit = audit.to_dict()
 
     def _finish(self, summary: SummaryFile, config: JobConfig) -> int:
         failed = self._tally.num_failed > self._config.max_failed * max(self._tally.rows, 1)
@@ -175,8 +190,13 @@ class Job:
         self._store.write(CARD, dataset_card(config, self._model, values, versions).encode())
         self._view.close()
         self._console.print(summary_table(values))
+        if summary.audit is not None:
+            self._console.print(describe_audit(summary.audit), markup=False, highlight=False, soft_wrap=True)
         # On a line of its own, however long: people copy it.
         self._console.print(f"Parquet: {self._store.path(DATA)}", markup=False, highlight=False, soft_wrap=True)
+        if self._tally.quarantined:
+            place = self._store.path(QUARANTINE)
+            self._console.print(f"Quarantine: {place}", markup=False, highlight=False, soft_wrap=True)
         if failed:
             self._view.say(
                 f"{self._tally.num_failed:,} of {self._tally.rows:,} rows have failed, more than --max-failed "

@@ -9,8 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster.output.rundir import QUARANTINE
-from cluster.output.sink import output_schema, part_name
+from cluster.output.sink import output_schema, part_name, quarantine_name
 from cluster.output.storage import StorageError, Store
 from specfold.request import ERROR
 
@@ -37,10 +36,9 @@ def find_outputs(store: Store, index: int, count: int) -> list[Example]:
 
 
 def find_flagged(store: Store, index: int, flag: str, count: int) -> list[Example]:
-    """The first rows of a shard with a flag, wherever they were put."""
-    aside = [f"{QUARANTINE}/{name}" for name in store.names(QUARANTINE) if f"{index:07d}." in name]
+    """The first rows of a part with a flag, those in quarantine before those in ``data/``."""
     found: list[Example] = []
-    for name in (part_name(index), *aside):
+    for name in (quarantine_name(index), part_name(index)):
         found += _find(store, name, count - len(found), lambda row: flag in row["flags"])
     return found
 

@@ -18,6 +18,7 @@ from specfold.stats import DecodeStats
 SUMMARY, SHARDS = "summary.json", "shards.parquet"
 MAX_SLOWEST = 50
 MAX_PLACES = 2
+MAX_EXAMPLES = 10
 
 _SHARD_SCHEMA = pa.schema(
     [
@@ -61,6 +62,10 @@ class Tally:
         self.failed_in: dict[str, list[int]] = {}
         """A few shards with errors of each kind; ``flagged_in``: with rows of each flag."""
         self.flagged_in: dict[str, list[int]] = {}
+        self.flags: Counter[str] = Counter()
+        self.flagged: dict[str, list[list[int]]] = {}
+        """The first rows of each flag, as row id and sample id."""
+        self.quarantined = 0
         self.rows = 0
         self.session_rows = 0
         self.session_tokens = 0
@@ -77,12 +82,19 @@ class Tally:
             for name in names:
                 if len(where.setdefault(name, [])) < MAX_PLACES:
                     where[name].append(record.index)
+        self._add_flags(record)
         self.rows += record.rows
         self._lines[record.index] = _line(record)
         if fresh:
             self.session_rows += record.rows
             self.session_tokens += record.stats.output_tokens
             self._workers.setdefault(record.worker, _WorkerTotals()).add(record)
+
+    def _add_flags(self, record: ShardRecord) -> None:
+        self.flags.update(record.flags)
+        self.quarantined += record.quarantined
+        for name, rows in record.flagged.items():
+            self.flagged[name] = sorted([*self.flagged.get(name, ()), *rows])[:MAX_EXAMPLES]
 
     def observe(self, worker: str, state: WorkerState) -> None:
         """Keep a worker's latest live counters."""
@@ -91,6 +103,10 @@ class Tally:
     @property
     def num_failed(self) -> int:
         return sum(self.failed.values())
+
+    def rows_by_shard(self) -> dict[int, int]:
+        """Rows of every part, failed ones left out."""
+        return {index: line[2] - line[3] for index, line in sorted(self._lines.items())}
 
     @property
     def num_shards(self) -> int:
@@ -117,6 +133,12 @@ class Tally:
                 "failed": self.num_failed,
                 "failed_by_kind": dict(sorted(self.failed.items())),
                 "by_finish_reason": {reason: self.finished[reason] for reason in ("stop", "length", ERROR)},
+                "quarantined": self.quarantined,
+            },
+            "flags": dict(sorted(self.flags.items())),
+            "flagged_rows": {
+                name: [{"row_id": row, "sample_id": sample} for row, sample in rows]
+                for name, rows in sorted(self.flagged.items())
             },
             "output_tokens": stats.output_tokens,
             "output_lengths": {length: self.lengths[length] for length in sorted(self.lengths, key=int)},
@@ -198,10 +220,14 @@ def summary_table(values: dict[str, Any]) -> Table:
     rows, speed = values["rows"], values["tokens_per_second"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in rows["by_finish_reason"].items())
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in rows["failed_by_kind"].items())
+    flags = ", ".join(f"{count:,} {name}" for name, count in values["flags"].items()) or "none"
+    if rows["quarantined"]:
+        flags += f"; {rows['quarantined']:,} rows in quarantine"
     depth = ", ".join(_percent(share) for share in values["acceptance_by_depth"])
     lines = [
         ("rows", f"{rows['done']:,} ({reasons})"),
         ("failed", f"{rows['failed']:,}" + (f" ({kinds})" if kinds else "")),
+        ("flags", flags),
         ("output tokens", f"{values['output_tokens']:,}"),
         ("tokens/s", f"{_number(speed['end_to_end'])} end to end, {_number(speed['decode'])} while decoding"),
         ("tokens per forward", _number(values["tokens_per_forward"])),
@@ -210,7 +236,7 @@ def summary_table(values: dict[str, Any]) -> Table:
         ("workers", f"{len(values['workers'])}"),
     ]
     for name, text in lines:
-        table.add_row(name, text, end_section=name in ("failed", "fold rate"))
+        table.add_row(name, text, end_section=name in ("flags", "fold rate"))
     return table
 
 

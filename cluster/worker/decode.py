@@ -105,6 +105,10 @@ class DecodeLoop:
             self._closed = True
             self._changed.notify()
 
+    def join(self) -> None:
+        """Wait until the loop has ended and let go of the engine's memory."""
+        self._thread.join()
+
     @property
     def waiting_rows(self) -> int:
         return self._waiting
