@@ -12,6 +12,7 @@ from huggingface_hub import DatasetCard
 
 from cluster.driver import check_job
 from cluster.errors import UserError
+from cluster.output.storage import Store
 from tests.cluster.fake_engine import NAN
 from tests.cluster.jobs import JobFolder, expected, keys
 
@@ -172,3 +173,28 @@ def test_a_folder_of_something_else_is_left_alone(folder: JobFolder) -> None:
             folder.run(folder.write_prompts(3), overwrite=overwrite)
         assert caught.value.exit_code == 2
     assert [path.name for path in folder.output.iterdir()] == ["letter.txt"]
+
+
+def test_the_rows_are_pushed_at_the_end_and_a_failed_push_keeps_them(
+    folder: JobFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pushed = []
+
+    def push(store: Store, repo: str, *, public: bool) -> str:
+        pushed.append((repo, public, store.exists("README.md"), len(store.names("data"))))
+        if len(pushed) == 1:
+            raise UserError("The results are whole.", 1)
+        return "https://hub/a/b"
+
+    monkeypatch.setattr("cluster.driver.job.push", push)
+    monkeypatch.setattr("cluster.driver.commands.require_token", lambda: None)
+    prompts = folder.write_prompts(20, {3: "broken"})
+    assert folder.run(prompts, push_to_hub="a/b", max_failed=0.0) == 3
+    assert "Nothing was pushed to the hub." in capsys.readouterr().out
+    with pytest.raises(UserError, match="The results are whole") as caught:
+        folder.run(prompts, push_to_hub="a/b")
+    assert caught.value.exit_code == 1
+    assert keys(folder.rows()) == [(row, 0) for row in range(20)]
+    assert folder.run(prompts, push_to_hub="a/b", hub_public=True) == 0
+    assert "Pushed to https://hub/a/b" in capsys.readouterr().out
+    assert pushed == [("a/b", False, True, 3), ("a/b", True, True, 3)]
