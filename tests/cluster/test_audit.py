@@ -9,13 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.driver.audit import MAX_DIVERGENCES, Audit, describe_audit, spread
+from cluster.driver.dispatch import Dispatcher
+from cluster.driver.ledger import Ledger, ListFeed, Work
+from cluster.errors import UserError
 from cluster.input.shards import RawShard
-from cluster.messages import AuditRecord, Divergence, Receipt, RowKey
+from cluster.messages import AuditRecord, Divergence, Receipt, RowKey, ShardTask
 from cluster.worker.auditwork import compare, reference
 from cluster.worker.worker import Worker
 from specfold import Completion, DecodeConfig, DecodeStats
 from tests.cluster.fake_engine import LOOP, NAN, UNFAITHFUL
 from tests.cluster.jobs import JobFolder
+from tests.cluster.simulation import SimHost, SimPool
 from tests.cluster.test_worker import run_all, with_worker
 
 ROWS = st.dictionaries(st.integers(0, 50), st.integers(0, 9))
@@ -103,3 +107,37 @@ def test_the_audit_is_told_in_one_line(folder: JobFolder) -> None:
     )
     repeated = Audit(folder.config("in.jsonl", audit=80, mode="vanilla"), {0: 60})
     assert describe_audit(repeated.to_dict()) == "Audit: 0 of 0 rows repeated are identical."
+
+
+def test_the_workers_of_the_run_go_on_with_the_audit() -> None:
+    pool, host = SimPool(size=2), SimHost()
+    ran: list[tuple[str, int]] = []
+    submit = pool.submit
+
+    def note(worker: str, work: Work, task: ShardTask, assigned: int) -> None:
+        ran.append((worker, task.audit))
+        submit(worker, work, task, assigned)
+
+    pool.submit = note  # type: ignore[method-assign]
+    dispatcher = Dispatcher(pool, Ledger(works(6)), host, pool, stall_s=20.0, clock=lambda: pool.now)
+    dispatcher.run()
+    pool.deadly = {8}  # a worker that dies in the audit is replaced, and the row is given up in the end
+    dispatcher.go_on(Ledger(works(3, audit=2)))
+    assert [audit for _, audit in ran[:6]] == [0] * 6
+    assert {worker for worker, _ in ran[:6]} == {"worker-0", "worker-1"}
+    assert {worker for worker, _ in ran[6:8]} <= {"worker-0", "worker-1"}
+    assert sorted(record.index for record in host.records) == [0, 0, 1, 1, 2, 2, 3, 4, 5]
+    assert pool.blamed.keys() == {RowKey(8, 0)}
+
+
+def works(count: int, audit: int = 0) -> ListFeed:
+    return ListFeed(Work(i, 4 * i, 4, None, audit=audit) for i in range(count))
+
+
+def test_an_audit_that_cannot_go_on_says_why(folder: JobFolder) -> None:
+    def fail(ledger: Ledger) -> None:
+        raise UserError("no worker is left that works: gone.", 1)
+
+    audit = Audit(folder.config("in.jsonl", audit=4), {0: 8})
+    audit.run(iter(()), fail, lambda: None)
+    assert audit.to_dict()["error"] == "no worker is left that works: gone."
