@@ -99,7 +99,7 @@ class SummaryFile:
         if self.audit is not None:
             values["audit"] = self.audit
         write_summary(self._store, values)
-        if state != "running" or seconds >= self._report_due:
+        if state != "running" or time.monotonic() - self._begin >= self._report_due:
             self._write_report(values)
         return values
 

@@ -22,7 +22,7 @@ from cluster.output.storage import Store
 from cluster.output.summary import Tally
 from jobs.report import main
 from specfold import DecodeStats
-from tests.cluster import fake_engine
+from tests.cluster.fake_engine import BLANK, LOOP, NAN
 from tests.cluster.finished_runs import START, FinishedRun
 from tests.cluster.jobs import JobFolder
 
@@ -261,13 +261,18 @@ def test_times_are_short(seconds: float, text: str) -> None:
 
 @pytest.mark.usefixtures("local_ray")
 def test_a_job_leaves_its_page(folder: JobFolder) -> None:
-    prompts = folder.write_prompts(60, {5: "not json", 7: fake_engine.NAN, 30: '{"id": "no prompt"}'})
-    assert folder.run(prompts, shard_rows=8) == 0
+    planted = {5: "not json", 7: NAN, 9: LOOP, 20: BLANK, 21: LOOP, 30: '{"id": "no prompt"}'}
+    prompts = folder.write_prompts(60, planted)
+    assert folder.run(prompts, shard_rows=8, quarantine=True, audit=4) == 0
     shown = Tags((folder.output / "report.html").read_text()).text
     assert "All 60 rows are there; 3 of them failed." in shown
-    for kind in ("invalid_json", "nan_logits", "missing_prompt"):
-        assert kind in shown
-    assert "Row 7, error" in shown
+    assert "invalid_json 1, missing_prompt 1, nan_logits 1" in shown
+    assert "repetition 2, empty 1; 3 rows in quarantine" in shown
+    for row in (5, 7, 30):
+        assert f"Row {row}, error" in shown
+    for row in (9, 20, 21):
+        assert f"Row {row}, stop" in shown
+    assert "Rows decoded again without drafts" in shown
     assert not folder.leftovers
     values = folder.summary()
     assert values["history"][-1][1:] == [60, values["output_tokens"]]
