@@ -140,7 +140,7 @@ def heat_chart(id: str, title: str, description: str, grid: Sequence[Sequence[fl
     layers = [row[:MAX_DEPTHS] for row in grid[:MAX_LAYERS]]
     depths = max(map(len, layers), default=0)
     if not depths:
-        return Chart(id, title, "No drafts that could fold in this run.")
+        return Chart(id, title, "No drafts that could fold.")
     width, height = WIDTH / len(layers), HEIGHT / depths
     low, high = min(map(min, layers)), max(map(max, layers))
     rects = [

@@ -166,8 +166,11 @@ def charts(summary: dict[str, Any], lines: list[ShardLine], max_new_tokens: int)
         if proposed
     ]
     runs = sum(stats["run_lengths"])
+    none = "No drafts in this run." if rows["done"] else "Nothing to count yet."
     reasons = [
-        (reason, count / max(rows["done"], 1), f"{count:,} rows") for reason, count in rows["by_finish_reason"].items()
+        (reason, count / max(rows["done"], 1), f"{count:,} rows")
+        for reason, count in rows["by_finish_reason"].items()
+        if rows["done"]
     ]
     forwards: dict[float, int] = {}
     for line in lines:
@@ -182,7 +185,7 @@ def charts(summary: dict[str, Any], lines: list[ShardLine], max_new_tokens: int)
         rate_chart("throughput", "Throughput over time", "tokens/s", summary["history"], 2),
         share_chart(
             "acceptance", "Acceptance by depth", "Share of the proposed drafts that were accepted, by how many steps "
-            "ahead they look." if acceptance else "No drafts in this run.", "depth", acceptance,
+            "ahead they look." if acceptance else none, "depth", acceptance,
         ),
         heat_chart(
             "folding", "Fold rate by layer and depth", "Share of the drafts' positions that took over their parent's "
@@ -190,7 +193,7 @@ def charts(summary: dict[str, Any], lines: list[ShardLine], max_new_tokens: int)
         ),
         share_chart(
             "runs", "Drafts accepted in a row", "Share of the drafted forwards by how many drafts they accepted."
-            if runs else "No drafts in this run.", "accepted",
+            if runs else none, "accepted",
             [(f"{k}", n / runs, f"{n:,} forwards") for k, n in enumerate(stats["run_lengths"])] if runs else [],
         ),
         histogram(

@@ -128,8 +128,7 @@ CONTRAST = """() => {
 """The weakest contrast between a text and what lies behind it."""
 
 
-@pytest.mark.parametrize("name", ["bad", "naked"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("name", "width"), [("bad", 360), ("naked", 1280)])
 def test_hostile_text_does_nothing(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
     with Visit(browser, pages[name], width) as visit:
         page = visit.page
