@@ -10,7 +10,7 @@ from cluster.config import JobConfig
 from cluster.driver.check import RowCheck
 from cluster.driver.footprint import Footprint
 from cluster.driver.progress import duration
-from cluster.output.sink import DATA
+from cluster.output.sink import DATA, QUARANTINE
 from cluster.output.storage import Store
 from cluster.output.summary import read_summary
 
@@ -58,7 +58,8 @@ def earlier_run(store: Store) -> EarlierRun | None:
     if not speed and sessions and sessions[-1].get("seconds"):
         speed = sessions[-1]["output_tokens"] / sessions[-1]["seconds"]
     workers = sessions[-1].get("workers", 0) if sessions else 0
-    return EarlierRun(values["rows"]["done"], tokens, store.num_bytes(DATA), speed, workers)
+    size = sum(map(store.num_bytes, (DATA, QUARANTINE)))
+    return EarlierRun(values["rows"]["done"], tokens, size, speed, workers)
 
 
 def full_report(found: RowCheck, plan: JobPlan) -> list[str]:

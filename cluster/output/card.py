@@ -36,7 +36,7 @@ def dataset_card(config: JobConfig, model: ModelRef, summary: Mapping[str, Any],
     data = DatasetCardData(
         pretty_name=f"Outputs of {_line(name)}",
         task_categories=["text-generation"],
-        size_categories=[_size(summary["rows"]["done"])],
+        size_categories=[_size(_num_rows(summary))],
         tags=["synthetic", "diffusion-language-model", "specfold"],
     )
     parts = [
@@ -76,21 +76,22 @@ def _opening(config: JobConfig, model: ModelRef, summary: Mapping[str, Any]) -> 
     pinned = f"commit {model.commit}" if model.commit else f"content {model.content_hash}"
     prompts = without_secrets(config.prompts) + (f", split {config.split}" if config.split else "")
     note = "" if config.deterministic else "\n\nNot deterministic: tokens may depend on the rows decoded together."
-    return (
-        f"{summary['rows']['done']:,} outputs with {summary['output_tokens']:,} tokens, made by a diffusion language "
-        f"model.\n\n- Model: {_text(config.model)} ({_text(pinned)})\n- Prompts: {_text(prompts)}{note}"
-    )
+    return f"{_num_rows(summary):,} outputs, made by a diffusion language model.\n\n- Model: {_text(config.model)} ({_text(pinned)})\n- Prompts: {_text(prompts)}{note}"
 
 
 def _counts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    rows = summary["rows"]
-    yield "all", f"{rows['done']:,}"
+    rows, audit = summary["rows"], summary.get("audit") or {}
+    yield "decoded", f"{rows['done']:,}"
+    yield "left out, as their flags say that they are degenerate", f"{rows['quarantined']:,}"
     for reason, count in rows["by_finish_reason"].items():
         yield f"finish reason {reason}", f"{count:,}"
     for kind, count in rows["failed_by_kind"].items():
         yield f"error {kind}", f"{count:,}"
     for name, count in (summary.get("flags") or {}).items():
         yield f"flag {name}", f"{count:,}"
+    if audit.get("rows"):
+        again = f"decoded again with mode {audit['audit_mode']}"
+        yield f"{again}, all tokens identical", f"{audit['identical']:,} of {audit['rows']:,}"
 
 
 def _settings(config: JobConfig) -> Iterable[tuple[str, str]]:
@@ -101,6 +102,7 @@ def _settings(config: JobConfig) -> Iterable[tuple[str, str]]:
 
 def _speed(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     speed = summary["tokens_per_second"]
+    yield "output tokens", f"{summary['output_tokens']:,}"
     yield "tokens per second while decoding", _number(speed["decode"])
     yield "tokens per second end to end", _number(speed["end_to_end"])
     yield "tokens per forward", _number(summary["tokens_per_forward"])
@@ -111,6 +113,11 @@ def _speed(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _versions(versions: Mapping[str, Any]) -> str:
     return "Made with " + ", ".join(f"{_text(k)} {_text(str(v))}" for k, v in versions.items() if v) + "."
+
+
+def _num_rows(summary: Mapping[str, Any]) -> int:
+    """Rows in ``data/``."""
+    return int(summary["rows"]["done"] - summary["rows"]["quarantined"])
 
 
 def _size(rows: int) -> str:

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from cluster.errors import UserError
 from cluster.messages import RowKey
-from cluster.output.rundir import QUARANTINE, RUN, RunDir, RunFile
-from cluster.output.sink import DATA, PartError, read_record
+from cluster.output.rundir import RUN, RunDir, RunFile
+from cluster.output.sink import PartError, part_name, quarantine_name, read_record
 from cluster.output.storage import Store
 from cluster.output.summary import Tally, read_summary
 
@@ -34,6 +34,8 @@ class Run:
     store: Store
     file: RunFile
     totals: dict[str, Any]
+    parts: dict[int, list[str]]
+    """Files of every part: its rows in ``data/``, and those in quarantine."""
 
 
 @dataclass
@@ -97,13 +99,15 @@ def open_run(path: str) -> Run:
     try:
         rundir = RunDir(store)
         file = rundir.read()
-        tally = Tally()
+        tally, parts = Tally(), {}
         for index in rundir.parts():
-            tally.add(read_record(store, index), fresh=False)
+            record = read_record(store, index)
+            tally.add(record, fresh=False)
+            parts[index] = [part_name(index), *([quarantine_name(index)] if record.quarantined else [])]
     except (UserError, PartError, KeyError) as error:
         raise UserError(f"{path} cannot be compared: {error}") from None
     assert file is not None
-    return Run(store, file, _totals(tally, read_summary(store)))
+    return Run(store, file, _totals(tally, read_summary(store)), parts)
 
 
 def compare_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
@@ -119,7 +123,7 @@ def compare_settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
 def compare_rows(a: Run, b: Run, num_examples: int) -> RowComparison:
     """Join the rows of both runs and compare their tokens. ``UserError`` for a part that cannot be read."""
     result = RowComparison()
-    lefts, rights = _rows(a.store), _rows(b.store)
+    lefts, rights = _rows(a), _rows(b)
     left, right = next(lefts, None), next(rights, None)
     while left is not None or right is not None:
         if right is None or (left is not None and left.key < right.key):
@@ -170,22 +174,20 @@ def _excerpts(a: str, b: str) -> tuple[str, str]:
     return a[start : start + _EXCERPT_CHARS], b[start : start + _EXCERPT_CHARS]
 
 
-def _rows(store: Store) -> Iterator[_Row]:
+def _rows(run: Run) -> Iterator[_Row]:
     """All rows of a run in order; those in quarantine stand where they would be in the data."""
-    return heapq.merge(_folder_rows(store, DATA), _folder_rows(store, QUARANTINE), key=lambda row: row.key)
+    for _, names in sorted(run.parts.items()):
+        yield from heapq.merge(*(_file_rows(run.store, name) for name in names), key=lambda row: row.key)
 
 
-def _folder_rows(store: Store, folder: str) -> Iterator[_Row]:
-    for name in store.names(folder):
-        if not name.endswith(".parquet") or name.startswith("."):
-            continue
-        try:
-            with store.open(f"{folder}/{name}") as file:
-                part = pq.ParquetFile(file, page_checksum_verification=True)
-                for batch in part.iter_batches(_BATCH_ROWS, columns=_COLUMNS):
-                    yield from _batch_rows(batch)
-        except (pa.ArrowInvalid, OSError, KeyError) as error:
-            raise UserError(f"{store.path(f'{folder}/{name}')} cannot be read: {error}") from None
+def _file_rows(store: Store, name: str) -> Iterator[_Row]:
+    try:
+        with store.open(name) as file:
+            part = pq.ParquetFile(file, page_checksum_verification=True)
+            for batch in part.iter_batches(_BATCH_ROWS, columns=_COLUMNS):
+                yield from _batch_rows(batch)
+    except (pa.ArrowInvalid, OSError, KeyError) as error:
+        raise UserError(f"{store.path(name)} cannot be read: {error}") from None
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[_Row]:
@@ -204,6 +206,7 @@ def _totals(tally: Tally, summary: dict[str, Any]) -> dict[str, Any]:
     values, stats, speed = tally.to_dict(1.0), tally.stats, summary.get("tokens_per_second") or {}
     return {
         "rows": values["rows"]["done"],
+        "rows in quarantine": tally.quarantined,
         **{f"rows, {reason}": count for reason, count in values["rows"]["by_finish_reason"].items()},
         **{f"flag {name}": count for name, count in sorted((values.get("flags") or {}).items())},
         "output tokens": stats.output_tokens,

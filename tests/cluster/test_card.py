@@ -26,8 +26,9 @@ HOSTILE = '"]}\n---\n# A heading | `code` <script>alert(1)</script> ${x} ``` \r\
 
 def summary(**changes: Any) -> dict[str, Any]:
     values = Tally().to_dict(10.0)
-    values["rows"] |= {"done": 1_234, "failed": 3, "failed_by_kind": {"too_long": 3}}
-    values |= {"acceptance_by_depth": [0.75, 0.5], "fold_rate": 0.868, "flags": {"repetition": 2}}
+    values["rows"] |= {"done": 1_234, "failed": 3, "failed_by_kind": {"too_long": 3}, "quarantined": 300}
+    values |= {"acceptance_by_depth": [0.75, 0.5], "fold_rate": 0.868, "flags": {"repetition": 2},
+               "audit": {"rows": 20, "identical": 19, "audit_mode": "vanilla"}}  # fmt: skip
     return values | {"tokens_per_second": {"decode": 1234.5, "end_to_end": None}} | changes
 
 
@@ -43,11 +44,12 @@ def tables(text: str) -> list[list[str]]:
 def test_the_card_tells_rows_speed_failures_and_flags() -> None:
     found = card(JobConfig(model="/models/m", prompts="questions.jsonl"))
     data = found.data.to_dict()
-    assert data["size_categories"] == ["1K<n<10K"]
+    assert data["size_categories"] == ["n<1K"]
     assert data["task_categories"] == ["text-generation"]
     assert "configs" not in data
     for line in (
-        "- Model: /models/m (content sha256:12ab)", "- Prompts: questions.jsonl", "| all | 1,234 |",
+        "- Model: /models/m (content sha256:12ab)", "- Prompts: questions.jsonl", "934 outputs, made by a diffusion language model.",
+        "| decoded | 1,234 |", "| decoded again with mode vanilla, all tokens identical | 19 of 20 |",
         "| error too_long | 3 |", "| flag repetition | 2 |", "| mode | specfold |", "| delta | 0.1 |",
         "| acceptance by draft depth | 75.0%, 50.0% |", "| draft positions folded | 86.8% |",
         "| tokens per second while decoding | 1,234.50 |", "| tokens per second end to end | unknown |",

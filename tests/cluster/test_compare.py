@@ -17,7 +17,7 @@ from cluster.messages import RowKey, ShardRecord
 from cluster.models import ModelRef
 from cluster.output.compare import compare_rows, compare_settings, open_run
 from cluster.output.rundir import RunDir, describe_run
-from cluster.output.sink import build_rows, count_rows, encode_part, part_name, publish
+from cluster.output.sink import build_rows, count_rows, publish, read_record, read_rows
 from cluster.output.storage import Store
 from jobs.compare_runs import main
 from specfold import Completion, DecodeStats
@@ -98,16 +98,15 @@ def test_an_example_shows_the_place_where_the_texts_part(tmp_path: Path) -> None
 
 
 def test_rows_in_quarantine_count(tmp_path: Path) -> None:
-    rows = [completion(i, [i]) for i in range(6)]
+    rows = [completion(i, [i]) for i in range(8)]
     whole, split = make_run(tmp_path / "a", rows), make_run(tmp_path / "b", rows)
     store = Store(split)
-    table = build_rows([RowKey(5, 0)], pa.table([["x"]], schema=CARRIED), [7], [rows[5]])
-    data = build_rows([RowKey(4, 0)], pa.table([["x"]], schema=CARRIED), [7], [rows[4]])
-    record = ShardRecord(1, 4, 2, 1, "digest", "id", stats=DecodeStats(), **count_rows(data))
-    store.write(part_name(1), encode_part(data, record))
-    store.write("quarantine/part-0000001.parquet", encode_part(table, record))
-    rows_found = compare_rows(open_run(whole), open_run(split), 0)
-    assert (rows_found.same, rows_found.both, rows_found.only_a) == (6, 6, 0)
+    table, record = read_rows(store, read_record(store, 1)), read_record(store, 1)
+    publish(store, table, replace(record, quarantined=2), moved=[False, True, True, False])
+    Path(split, "quarantine", "rows-0000000.parquet").write_bytes(b"of a writer that was killed")
+    found = compare_rows(open_run(whole), open_run(split), 0)
+    assert (found.same, found.both, found.only_a) == (8, 8, 0)
+    assert open_run(split).totals["rows in quarantine"] == 2
 
 
 def test_differing_settings_are_named_those_of_the_tokens_first(
