@@ -76,7 +76,10 @@ def _opening(config: JobConfig, model: ModelRef, summary: Mapping[str, Any]) -> 
     pinned = f"commit {model.commit}" if model.commit else f"content {model.content_hash}"
     prompts = without_secrets(config.prompts) + (f", split {config.split}" if config.split else "")
     note = "" if config.deterministic else "\n\nNot deterministic: tokens may depend on the rows decoded together."
-    return f"{_num_rows(summary):,} outputs, made by a diffusion language model.\n\n- Model: {_text(config.model)} ({_text(pinned)})\n- Prompts: {_text(prompts)}{note}"
+    return (
+        f"{_num_rows(summary):,} outputs, made by a diffusion language model.\n\n"
+        f"- Model: {_text(config.model)} ({_text(pinned)})\n- Prompts: {_text(prompts)}{note}"
+    )
 
 
 def _counts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -48,7 +48,8 @@ def test_the_card_tells_rows_speed_failures_and_flags() -> None:
     assert data["task_categories"] == ["text-generation"]
     assert "configs" not in data
     for line in (
-        "- Model: /models/m (content sha256:12ab)", "- Prompts: questions.jsonl", "934 outputs, made by a diffusion language model.",
+        "- Model: /models/m (content sha256:12ab)", "- Prompts: questions.jsonl",
+        "934 outputs, made by a diffusion language model.",
         "| decoded | 1,234 |", "| decoded again with mode vanilla, all tokens identical | 19 of 20 |",
         "| error too_long | 3 |", "| flag repetition | 2 |", "| mode | specfold |", "| delta | 0.1 |",
         "| acceptance by draft depth | 75.0%, 50.0% |", "| draft positions folded | 86.8% |",
