@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.driver.audit import Audit
-from cluster.driver.progress import Snapshot, View
+from cluster.driver.progress import Snapshot, View, WarmUp
 from cluster.driver.roster import Live
 from cluster.messages import AuditRecord, ShardRecord, WorkerInfo, WorkerState
 from cluster.output.history import History
@@ -133,6 +133,7 @@ class JobHost:
         self._total_rows, self._check = total_rows, check
         self._shown = self._written = time.monotonic()
         self._audit: Audit | None = None
+        self._warm_up = WarmUp()
 
     @property
     def identity(self) -> str:
@@ -169,6 +170,9 @@ class JobHost:
             self._shown = now
             snapshot = self._snapshot(live, wanted)
             self._view.show(snapshot)
+            estimate = self._warm_up.estimate(snapshot)
+            if estimate:
+                self._view.say(estimate)
             self._summary.note(snapshot.rows, snapshot.output_tokens)
         if now - self._written >= SUMMARY_S and self.identity:
             self._written = now
