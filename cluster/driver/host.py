@@ -23,6 +23,8 @@ from cluster.output.summary import Tally, read_summary, write_summary
 SUMMARY_S, REPORT_S, SHOW_S = 10.0, 30.0, 0.5
 REPORT_SHARE = 0.01
 _MAX_SESSIONS = 100
+_OF_DECODING = ("tokens_per_second", "workers", "history", "audit")
+"""Entries of the summary that stay those of the last session that decoded."""
 
 
 class Admission:
@@ -71,7 +73,8 @@ class SummaryFile:
         self._seconds: float | None = None
         self.audit: dict[str, Any] | None = None
         """What the audit has found so far, if one was asked for."""
-        self._sessions = read_summary(store).get("sessions", [])[-_MAX_SESSIONS:]
+        self._before = read_summary(store)
+        self._sessions = self._before.get("sessions", [])[-_MAX_SESSIONS:]
         self._versions = token_versions() | other_versions() | {"git": _git_commit()}
 
     def note(self, rows: int, tokens: int) -> None:
@@ -82,8 +85,10 @@ class SummaryFile:
         """What follows is no part of the run's time: an audit must not make its speed look lower."""
         self._seconds = time.monotonic() - self._begin
 
-    def write(self, state: str, exit_code: int | None = None, missing: str = "") -> dict[str, Any]:
-        """Publish the totals; returns them."""
+    def write(
+        self, state: str, exit_code: int | None = None, missing: str = "", error: str | None = None
+    ) -> dict[str, Any]:
+        """Publish the totals; returns them. ``error``: what ended the job before its time."""
         seconds = time.monotonic() - self._begin if self._seconds is None else self._seconds
         values = self._tally.to_dict(seconds)
         values["rows"] = {"total": self._total_rows} | values["rows"]
@@ -91,11 +96,14 @@ class SummaryFile:
             "state": state, "exit_code": exit_code, "started": _utc(self._started), "host": os.uname().nodename,
             "workers": len(values["workers"]), "versions": self._versions,
         }  # fmt: skip
-        values = {"state": state, "missing_shards": missing, "updated": _utc(time.time())} | values
+        values = {"state": state, "error": error, "missing_shards": missing, "updated": _utc(time.time())} | values
         values["sessions"] = [*self._sessions, session]
         if state != "running":
             self._history.add(seconds, self._tally.rows, self._tally.session_tokens)
         values["history"] = self._history.points()
+        if not self._tally.session_rows:
+            # A session that only pushes, audits or looks has no speed of its own to tell.
+            values |= {name: self._before[name] for name in _OF_DECODING if name in self._before}
         if self.audit is not None:
             values["audit"] = self.audit
         write_summary(self._store, values)

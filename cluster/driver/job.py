@@ -83,7 +83,8 @@ class Job:
             if admission.identity and not self._lease.lost:
                 state = "interrupted" if isinstance(error, Interrupted) else "stopped"
                 with suppress(StorageError):  # what ended the job matters more, and may be the disk
-                    summary.write(state, error.exit_code, self._missing())
+                    reason = str(error) if isinstance(error, UserError) else None
+                    summary.write(state, error.exit_code, self._missing(), reason)
             if isinstance(error, UserError) and error.exit_code == EXIT_MISSING and self._missing():
                 raise UserError(f"{error} Missing shards: {self._missing()}.", EXIT_MISSING) from None
             raise

@@ -84,7 +84,7 @@ def _opening(config: JobConfig, model: ModelRef, summary: Mapping[str, Any]) -> 
 
 def _counts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     rows, audit = summary["rows"], summary.get("audit") or {}
-    yield "decoded", f"{rows['done']:,}"
+    yield "decoded", f"{rows['done'] - rows['failed']:,}"
     yield "left out, as their flags say that they are degenerate", f"{rows['quarantined']:,}"
     for reason, count in rows["by_finish_reason"].items():
         yield f"finish reason {reason}", f"{count:,}"

@@ -125,7 +125,17 @@ def rebuild(store: Store) -> None:
                 tally.add(record, fresh=False)
     known = read_summary(store)
     # Only the driver could count these; everything else is in the parts.
-    kept = ("workers", "tokens_per_second", "state", "missing_shards", "updated", "sessions", "history", "audit")
+    kept = (
+        "workers",
+        "tokens_per_second",
+        "state",
+        "error",
+        "missing_shards",
+        "updated",
+        "sessions",
+        "history",
+        "audit",
+    )
     summary = tally.to_dict(0.0) | {name: known[name] for name in kept if name in known}
     summary["rows"] = {"total": known.get("rows", {}).get("total")} | summary["rows"]
     if summary.get("state", RUNNING) == RUNNING and not is_held(store):
@@ -148,11 +158,18 @@ def verdict(summary: dict[str, Any]) -> tuple[str, str]:
     if state == KILLED:
         return "bad", f"Killed before its end. {left}{again}"
     if state != "done":
+        if summary.get("error"):
+            return (
+                "bad",
+                f"Stopped before its end: {summary['error']} {left}Once that is mended, the same command goes on.",
+            )
         return "bad", f"Stopped before its end ({state}). {left}{again}"
     if (summary["sessions"] or [{}])[-1].get("exit_code"):
         return "bad", f"All {done:,} rows are there, but {failed:,} of them failed: more than --max-failed allows."
     if failed:
         return "fair", f"All {done:,} rows are there; {failed:,} of them failed."
+    if rows["quarantined"]:
+        return "fair", f"All {done:,} rows are there and none failed; {rows['quarantined']:,} are in quarantine."
     return "good", f"All {done:,} rows are there and none failed."
 
 

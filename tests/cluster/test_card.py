@@ -50,7 +50,7 @@ def test_the_card_tells_rows_speed_failures_and_flags() -> None:
     for line in (
         "- Model: /models/m (content sha256:12ab)", "- Prompts: questions.jsonl",
         "934 outputs, made by a diffusion language model.",
-        "| decoded | 1,234 |", "| decoded again with mode vanilla, all tokens identical | 19 of 20 |",
+        "| decoded | 1,231 |", "| decoded again with mode vanilla, all tokens identical | 19 of 20 |",
         "| error too_long | 3 |", "| flag repetition | 2 |", "| mode | specfold |", "| delta | 0.1 |",
         "| acceptance by draft depth | 75.0%, 50.0% |", "| draft positions folded | 86.8% |",
         "| tokens per second while decoding | 1,234.50 |", "| tokens per second end to end | unknown |",

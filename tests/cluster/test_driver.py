@@ -191,6 +191,7 @@ def test_the_rows_are_pushed_at_the_end_and_a_failed_push_keeps_them(
     prompts = folder.write_prompts(20, {3: "broken"})
     assert folder.run(prompts, push_to_hub="a/b", max_failed=0.0) == 3
     assert "Nothing was pushed to the hub." in capsys.readouterr().out
+    first = folder.summary()
     with pytest.raises(UserError, match="The results are whole") as caught:
         folder.run(prompts, push_to_hub="a/b")
     assert caught.value.exit_code == 1
@@ -198,3 +199,9 @@ def test_the_rows_are_pushed_at_the_end_and_a_failed_push_keeps_them(
     assert folder.run(prompts, push_to_hub="a/b", hub_public=True) == 0
     assert "Pushed to https://hub/a/b" in capsys.readouterr().out
     assert pushed == [("a/b", False, True, 3), ("a/b", True, True, 3)]
+    # Sessions that decode nothing leave the speed and the workers of the one that did.
+    last = folder.summary()
+    assert last["workers"]
+    assert {name: last[name] for name in ("workers", "tokens_per_second", "history")} == {
+        name: first[name] for name in ("workers", "tokens_per_second", "history")
+    }

@@ -81,7 +81,11 @@ def test_the_fixed_sequence_decodes_like_the_oracle(family: str, data: st.DataOb
         ("nemotron_labs_diffusion", "spiffy", {"drafts": 1, "temperature": 0.9, "max_new_tokens": 3}),
     ],
 )
-def test_the_kernels_decode_like_the_oracle(family: str, mode: str, changes: dict[str, Any]) -> None:
+def test_the_kernels_decode_like_the_oracle(
+    family: str, mode: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Full chunks take the interpreter half a minute.
+    monkeypatch.setattr("specfold.backends.fused_prefill.CHUNK", 16)
     engine = random_engine(family, 1)
     if DEVICE == "cuda":
         engine = on_device(engine, torch.float32)
