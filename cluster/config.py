@@ -92,7 +92,13 @@ class JobConfig:
     retry_failed: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
     """Decode failed rows again, except those whose input is at fault."""
     check: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
-    """Check every input row, print what is wrong, and decode nothing."""
+    """Check every input row, the model's files and the output folder, print what a job would find and need, and decode
+    nothing."""
+    push_to_hub: Annotated[str | None, Parameter(group=_INPUT)] = None
+    """Hub dataset (owner/name) that the rows and the card are uploaded to at the end; made if it is not there. The
+    token comes from the usual environment."""
+    hub_public: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    """Make a new hub dataset public; left out: private."""
 
     prompt_column: Annotated[str | None, Parameter(group=_PROMPT)] = None
     """Column that holds the prompt; prompt unless given."""
@@ -152,6 +158,10 @@ class JobConfig:
     """Rows decoded together by a worker."""
     shard_rows: Annotated[Int | None, Parameter(group=_RUNNING)] = None
     """Input rows of one output part; left out: fixed by the number of rows (8 to 256, more beyond 2.5 million)."""
+    quarantine: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    """Write flagged rows to quarantine/ instead of data/; the flag no_stop alone moves none."""
+    audit: Annotated[Int, Parameter(group=_RUNNING)] = 0
+    """At the end decode N rows again without speculation, and report where outputs differ; 0 is off."""
     max_failed: Annotated[float, Parameter(group=_RUNNING)] = 0.05
     """Share of failed rows above which the exit code is 3."""
     stall_timeout: Annotated[float, Parameter(group=_RUNNING)] = 300.0
@@ -179,6 +189,7 @@ class JobConfig:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{flag(name)} must be at least 1, not {value}.")
         _require(0 <= self.max_failed <= 1, f"--max-failed is a share between 0 and 1, not {self.max_failed}.")
+        _require(self.audit >= 0, f"--audit must be 0 (off) or a number of rows, not {self.audit}.")
         _require(self.stall_timeout > 0, f"--stall-timeout must be above 0 seconds, not {self.stall_timeout}.")
         gpus = self.gpus_per_worker
         _require(gpus is None or gpus >= 0, f"--gpus-per-worker must not be negative, as {gpus} is.")
@@ -211,6 +222,12 @@ class JobConfig:
             # Arguments that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
             text = "".join(getattr(self, name) or "")
             _require(not re.search("[\ud800-\udfff]", text), f"{flag(name)} is not UTF-8 text.")
+        repo = self.push_to_hub
+        _require(
+            repo is None or re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", repo, re.ASCII) is not None,
+            f"--push-to-hub takes a dataset's name such as owner/name, not {repo!r}.",
+        )
+        _require(not self.hub_public or repo is not None, "--hub-public has no meaning without --push-to-hub.")
         _require(bool(self.model), "--model must not be empty.")
         _require(bool(self.prompts), "--prompts must not be empty.")
 
@@ -229,6 +246,7 @@ class JobConfig:
         names = {f.name for f in fields(DecodeConfig)} | {
             "num_samples", "prompt_column", "prompt_template", "system_prompt", "chat_template", "carry",
             "input_prefix", "shard_rows", "backend", "dtype", "mask_token_id", "stop_token_ids",
+            "quarantine",
         }  # fmt: skip
         if not self.deterministic:
             names.add("batch_size")

@@ -47,6 +47,8 @@ class ShardTask:
     """Rows in flight when a process died: each decodes with nothing beside it, in this order, before all others."""
     blamed: dict[RowKey, tuple[str, str]] = field(default_factory=dict)
     """Rows that have killed two processes: their error kind and message."""
+    audit: int = 0
+    """Decode this many rows of the part that is there again without speculation, and compare; publish nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,20 @@ class ShardRecord:
     finished: dict[str, int]
     """Rows by finish reason."""
     stats: DecodeStats
+    flags: dict[str, int] = field(default_factory=dict)
+    """Rows by flag; a row may have several."""
     worker: str = ""
     started: float = 0.0
     """Seconds since the epoch; work on the shard ran from here to ``ended``."""
     ended: float = 0.0
     slowest_row: int = -1
     slowest_row_s: float = 0.0
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Rows with an output, by its tokens in bins of an eighth of an octave: the bin's smallest length names it."""
+    flagged: dict[str, list[list[int]]] = field(default_factory=dict)
+    """The first few rows of each flag, as row id and sample id."""
+    quarantined: int = 0
+    """Rows that stand in the part's other half, in ``quarantine/``; they count as rows of the part."""
 
     @property
     def rows(self) -> int:
@@ -96,6 +106,32 @@ class ShardRecord:
             return cls(**values | {"stats": DecodeStats.from_dict(values["stats"])})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a shard's record: {error}") from None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A row whose two outputs differ: the first position where they do, and the tokens there (None: it has ended)."""
+
+    row_id: int
+    sample_id: int
+    position: int
+    run: int | None
+    audit: int | None
+    reason: str | None = None
+    """Why there is nothing to compare with: the row failed when it was decoded again."""
+
+
+@dataclass(frozen=True)
+class AuditRecord(ShardRecord):
+    """What the audit of a part found. Its counters are of the audited rows and go into no total."""
+
+    audited: int = 0
+    """Rows decoded again."""
+    tokens: int = 0
+    """Their output tokens in the run."""
+    agreeing: int = 0
+    """Those of them before a row's first difference."""
+    divergences: list[Divergence] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
     deadline = time.monotonic() + args.seconds
     records = []
     for shape in args.shape:
+        if time.monotonic() > deadline:
+            break
         engine = _random_engine(shape, args)
         for batch in args.batch_size:
             for drafts in args.drafts:

@@ -26,8 +26,9 @@ EPILOGUE = """On a cluster: ray job submit --working-dir . -- python jobs/genera
 RAY_ADDRESS names a cluster; without it a local Ray is started. \
 Ctrl-C in ray job submit only detaches the log, and the job goes on; ray job stop ends it.
 
-Exit codes: 0 every row is there; 1 rows are missing, run it again; 2 the command or its input is wrong; \
-3 every row is there, but more of them failed than --max-failed allows; 130 and 143 interrupted, run it again."""
+Exit codes: 0 every row is there; 1 rows are missing or were not pushed, run it again; \
+2 the command or its input is wrong; 3 every row is there, but more of them failed than --max-failed allows; \
+130 and 143 interrupted, run it again."""
 _CONFIG_FLAG = "--config"
 _CONFIG = Parameter(name=_CONFIG_FLAG, group=Group("Model", sort_key=1), negative=())
 

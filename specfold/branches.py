@@ -10,12 +10,11 @@ from functools import cached_property
 
 import torch
 
+from kernels.fused.layout import DENOISE, FINAL, VOID
 from kernels.noise import gumbel_noise_of
 from specfold.drafts import DraftGraph
 from specfold.families.base import BlockRules, active_group, group_of
 from specfold.slots import SlotState, ending
-
-VOID, DENOISE, FINAL = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -173,6 +174,15 @@ def load_model(folder: str | Path, info: ModelInfo, device: torch.device, dtype:
         head = embedding if info.spec.tied_head else read("head")
         layers = [layer(i) for i in range(info.spec.num_layers)]
         return Model(info.spec, embedding, layers, read("norm"), head)
+
+
+def check_weights(folder: str | Path, info: ModelInfo) -> int:
+    """Reads the weight files' headers only; the number of parameters. Raises ModelError as ``load_model`` does."""
+    with ExitStack() as stack:
+        names, shapes = info.family.tensor_names(info.spec), expected_shapes(info.spec)
+        tensors = _open_tensors(Path(folder), stack)
+        _check_tensors(tensors, {names[ours]: shape for ours, shape in shapes.items()}, info, names)
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

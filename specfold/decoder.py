@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from kernels.fused.control import NEVER
 from specfold.backends.base import Backend, PendingStats, RowReport, RowStart, RunSetup
 from specfold.backends.select import make_backend
 from specfold.config import DecodeConfig
@@ -19,7 +20,6 @@ from specfold.drafts import graph_for
 from specfold.pages import PAGE_SIZE, pages_for
 from specfold.prefill import Prefill, prefill_length
 from specfold.request import ERROR, LENGTH, STOP, Completion, Request
-from specfold.slots import NEVER
 from specfold.text import cut_at_stop, decode_text
 
 if TYPE_CHECKING:

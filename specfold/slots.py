@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-NEVER = 1 << 40
-"""A position that no row reaches."""
-
 
 @dataclass(slots=True)
 class SlotState:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.fused.control import NEVER
 from specfold.branches import BranchList, BranchTable, GraphTensors, build_branches
 from specfold.families.base import BlockRules, Family
 from specfold.forward import Folding, ForwardOutput, PrefixView, forward_branches, inside_mask
@@ -17,7 +18,7 @@ from specfold.model import Model
 from specfold.pages import PagePool
 from specfold.predict import Prediction, predict
 from specfold.prefill import write_final_kv
-from specfold.slots import NEVER, Ending, SlotState, ending
+from specfold.slots import Ending, SlotState, ending
 from specfold.verify import Walk, walk
 
 

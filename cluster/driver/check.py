@@ -36,6 +36,12 @@ class RowCheck:
     prompts: list[bytes] = field(default_factory=list)
     """Hashes of the prompts, eight bytes each; ``ids``: likewise."""
     ids: list[bytes] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Rows that can be decoded, by the number of their prompt's tokens."""
+    new_tokens: int = 0
+    """The most tokens that one sample of each of these rows may bring."""
+    with_stop: int = 0
+    """Rows whose prompt holds a stop token, most often the chat template's own."""
 
     def add(self, other: RowCheck) -> None:
         self.rows += other.rows
@@ -44,6 +50,9 @@ class RowCheck:
             self.first[kind] = min(example, self.first.get(kind, example))
         self.prompts += other.prompts
         self.ids += other.ids
+        self.lengths.update(other.lengths)
+        self.new_tokens += other.new_tokens
+        self.with_stop += other.with_stop
 
     @property
     def num_failed(self) -> int:
@@ -81,12 +90,18 @@ def check_rows(
 
 
 def check_shard(config: JobConfig, model: ModelRef, carried: pa.Schema, raw: RawShard) -> RowCheck:
-    rows, table = RowPreparer(config, local_folder(model), carried).prepare(raw)
+    preparer = RowPreparer(config, local_folder(model), carried)
+    rows, table = preparer.prepare(raw)
+    stops = set(preparer.stop_token_ids)
     result = RowCheck(rows=len(rows))
     hashes = array("Q")
     for row in rows:
         if row.error_kind is None:
-            hashes.append(_hash(array("l", row.prompt_ids or ()).tobytes()))
+            prompt = row.prompt_ids or []
+            hashes.append(_hash(array("l", prompt).tobytes()))
+            result.lengths[len(prompt)] += 1
+            result.new_tokens += config.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
+            result.with_stop += not stops.isdisjoint(prompt)
         else:
             result.failed[row.error_kind] += 1
             result.first.setdefault(row.error_kind, (row.row_id, row.error or ""))

@@ -11,18 +11,21 @@ from queue import SimpleQueue
 from rich.console import Console
 
 from cluster.config import JobConfig, as_flags, default_shard_rows
-from cluster.driver.check import RowCheck, check_rows
+from cluster.driver.check import check_rows
 from cluster.driver.events import Event, Wake
-from cluster.driver.job import Job, choose_device, helpers, limited
+from cluster.driver.footprint import measure_model
+from cluster.driver.job import Job, choose_device, helpers, limited, worker_count
+from cluster.driver.preflight import JobPlan, earlier_run, full_report
 from cluster.driver.progress import open_view
 from cluster.driver.session import Interrupted, OutputKeeper, StopSignals, ray_session
 from cluster.errors import UserError
 from cluster.input.schema import carried_schema
 from cluster.input.source import open_input
 from cluster.models import ModelRef, resolve_model
-from cluster.output.identity import resolve
+from cluster.output.identity import resolve, run_identity
 from cluster.output.lease import Lease, is_held
-from cluster.output.rundir import RunDir
+from cluster.output.push import require_token
+from cluster.output.rundir import RunDir, RunFile
 from cluster.output.storage import Store
 from specfold import ConfigError, ModelError
 from specfold.checkpoint import check_settings
@@ -46,6 +49,8 @@ def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
     ``engine_factory``: ``module:callable`` that workers call to make their engine. Raises ``UserError`` for what the
     user can mend; its ``exit_code`` is the command's.
     """
+    if config.push_to_hub is not None:
+        require_token()
     source = open_input(config)
     model = _resolve(config)
     store = Store(config.output)
@@ -78,21 +83,47 @@ def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
 
 @_as_user_errors()
 def check_job(config: JobConfig) -> int:
-    """Check every input row and print what is wrong; decodes nothing and writes nothing. Returns the exit code."""
+    """Check every input row, the model's files and the output folder, and print what a job would find and need.
+
+    Decodes nothing and writes nothing. Returns the exit code; raises ``UserError`` where the job could not run.
+    """
     source = open_input(config)
     model = _resolve(config)
-    console = Console()
+    store = Store(config.output)
+    existing = None if config.overwrite else RunDir(store).read()
     with ray_session(config.ray_address, config.workers):
         rows = limited(source.count(), config.limit)
-        shard_rows = config.shard_rows or default_shard_rows(rows)
+        shard_rows = config.shard_rows or (existing.shard_rows if existing else default_shard_rows(rows))
         settled = resolve(config, choose_device(config), shard_rows)
         carried = carried_schema(source, settled, helpers("column types", source.count()))
         found = check_rows(source, settled, model, carried, config.limit, helpers("check rows", rows))
-    for line in [*found.report(), _plan(found, settled)]:
+        # By a helper where those check the rows: that node has the model already.
+        [footprint] = helpers("check model", rows)(partial(measure_model, settled), [model])
+        workers = worker_count(settled, None)
+    refusal = _refusal(RunDir(store), existing, settled, model)
+    goes_on = existing is not None and refusal is None
+    plan = JobPlan(settled, workers, footprint, earlier_run(store), goes_on)
+    console = Console()
+    for line in full_report(found, plan):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if found.num_failed == found.rows:
         raise UserError(f"no row can be decoded: {found.first_problem()}")
+    if footprint.problem:
+        raise UserError(footprint.problem)
+    if refusal:
+        raise refusal
     return 0
+
+
+def _refusal(rundir: RunDir, existing: RunFile | None, config: JobConfig, model: ModelRef) -> UserError | None:
+    """Why the run in the output folder could not go on with these settings."""
+    if existing is None:
+        return None
+    try:
+        rundir.require_same(existing, run_identity(config, model))
+    except UserError as error:
+        return error
+    return None
 
 
 def _resolve(config: JobConfig) -> ModelRef:
@@ -104,9 +135,3 @@ def _resolve(config: JobConfig) -> ModelRef:
         except ConfigError as error:
             raise UserError(as_flags(str(error))) from None
     return model
-
-
-def _plan(found: RowCheck, config: JobConfig) -> str:
-    shard_rows = config.shard_rows or 1
-    outputs = found.rows * config.num_samples
-    return f"{outputs:,} outputs in {-(-found.rows // shard_rows):,} parts of {shard_rows:,} input rows."

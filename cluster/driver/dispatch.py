@@ -89,6 +89,14 @@ class Dispatcher:
             for event in self._wait():
                 self._handle(event)
 
+    def go_on(self, ledger: Ledger) -> None:
+        """Run the shards of another ledger on the workers that are there, or on new ones where there are none."""
+        self._ledger = ledger
+        self._early = False  # that the first rows fail was a question of the run
+        self._ticked = self._sized = float("-inf")
+        self._hand_out()
+        self.run()
+
     def live(self) -> Live:
         """Counters of this session so far."""
         return self._roster.live()

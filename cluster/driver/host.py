@@ -9,16 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.driver.progress import Snapshot, View
+from cluster.driver.audit import Audit
+from cluster.driver.progress import Snapshot, View, WarmUp
 from cluster.driver.roster import Live
-from cluster.messages import ShardRecord, WorkerInfo, WorkerState
+from cluster.messages import AuditRecord, ShardRecord, WorkerInfo, WorkerState
+from cluster.output.history import History
 from cluster.output.identity import DEVICE, differences, other_versions, token_versions
+from cluster.output.report import Report
 from cluster.output.rundir import RunDir, RunFile
 from cluster.output.storage import Store
 from cluster.output.summary import Tally, read_summary, write_summary
 
-SUMMARY_S, SHOW_S = 10.0, 0.5
+SUMMARY_S, REPORT_S, SHOW_S = 10.0, 30.0, 0.5
+REPORT_SHARE = 0.01
 _MAX_SESSIONS = 100
+_OF_DECODING = ("tokens_per_second", "workers", "history", "audit")
+"""Entries of the summary that stay those of the last session that decoded."""
 
 
 class Admission:
@@ -56,27 +62,67 @@ class Admission:
 
 
 class SummaryFile:
-    """``summary.json`` of a session: refreshed while it runs, final at its end."""
+    """``summary.json`` and ``report.html`` of a session: refreshed while it runs, final at its end."""
 
-    def __init__(self, store: Store, tally: Tally, total_rows: int | None) -> None:
-        self._store, self._tally, self._total_rows = store, tally, total_rows
+    def __init__(self, store: Store, tally: Tally, total_rows: int | None, say: Callable[[str], None]) -> None:
+        self._store, self._tally, self._total_rows, self._say = store, tally, total_rows, say
+        self._history = History()
+        self._report = Report(store, tally)
+        self._report_due = 0.0
         self._started, self._begin = time.time(), time.monotonic()
-        self._sessions = read_summary(store).get("sessions", [])[-_MAX_SESSIONS:]
+        self._seconds: float | None = None
+        self.audit: dict[str, Any] | None = None
+        """What the audit has found so far, if one was asked for."""
+        self._before = read_summary(store)
+        self._sessions = self._before.get("sessions", [])[-_MAX_SESSIONS:]
         self._versions = token_versions() | other_versions() | {"git": _git_commit()}
 
-    def write(self, state: str, exit_code: int | None = None, missing: str = "") -> dict[str, Any]:
-        """Publish the totals; returns them."""
-        seconds = time.monotonic() - self._begin
+    def note(self, rows: int, tokens: int) -> None:
+        """Keep for the history how far the job is now; ``tokens``: of this session."""
+        self._history.add(time.monotonic() - self._begin, rows, tokens)
+
+    def stop_clock(self) -> None:
+        """What follows is no part of the run's time: an audit must not make its speed look lower."""
+        self._seconds = time.monotonic() - self._begin
+
+    def write(
+        self, state: str, exit_code: int | None = None, missing: str = "", error: str | None = None
+    ) -> dict[str, Any]:
+        """Publish the totals; returns them. ``error``: what ended the job before its time."""
+        seconds = time.monotonic() - self._begin if self._seconds is None else self._seconds
         values = self._tally.to_dict(seconds)
         values["rows"] = {"total": self._total_rows} | values["rows"]
         session = values.pop("session") | {
             "state": state, "exit_code": exit_code, "started": _utc(self._started), "host": os.uname().nodename,
             "workers": len(values["workers"]), "versions": self._versions,
         }  # fmt: skip
-        values = {"state": state, "missing_shards": missing, "updated": _utc(time.time())} | values
+        values = {"state": state, "error": error, "missing_shards": missing, "updated": _utc(time.time())} | values
         values["sessions"] = [*self._sessions, session]
+        if state != "running":
+            self._history.add(seconds, self._tally.rows, self._tally.session_tokens)
+        values["history"] = self._history.points()
+        if not self._tally.session_rows:
+            # A session that only pushes, audits or looks has no speed of its own to tell.
+            values |= {name: self._before[name] for name in _OF_DECODING if name in self._before}
+        if self.audit is not None:
+            values["audit"] = self.audit
         write_summary(self._store, values)
+        if state != "running" or time.monotonic() - self._begin >= self._report_due:
+            self._write_report(values)
         return values
+
+    def _write_report(self, values: dict[str, Any]) -> None:
+        """Publish the page. The rows matter more: whatever is wrong with the page is one line and never ends a job."""
+        before = time.monotonic()
+        try:
+            self._report.write(values)
+        except Exception as error:
+            self._say(
+                f"report.html could not be made ({type(error).__name__}: {error}); the results are not concerned."
+            )
+        now = time.monotonic()
+        # A slow store or a huge run gets fewer pages, not a slower job.
+        self._report_due = now - self._begin + max(REPORT_S, (now - before) / REPORT_SHARE)
 
 
 class JobHost:
@@ -94,6 +140,8 @@ class JobHost:
         self._admission, self._tally, self._view, self._summary = admission, tally, view, summary
         self._total_rows, self._check = total_rows, check
         self._shown = self._written = time.monotonic()
+        self._audit: Audit | None = None
+        self._warm_up = WarmUp()
 
     @property
     def identity(self) -> str:
@@ -102,11 +150,22 @@ class JobHost:
     def admit(self, info: WorkerInfo) -> str | None:
         return self._admission.admit(info)
 
+    def begin_audit(self, audit: Audit) -> None:
+        """From now on workers audit: what they count is no part of the run's totals."""
+        self._audit = audit
+        self._summary.stop_clock()
+
     def finished(self, record: ShardRecord) -> None:
-        self._tally.add(record, fresh=True)
+        if isinstance(record, AuditRecord):
+            assert self._audit is not None
+            self._audit.add(record)
+            self._summary.audit = self._audit.to_dict()
+        else:
+            self._tally.add(record, fresh=True)
 
     def observe(self, worker: str, state: WorkerState) -> None:
-        self._tally.observe(worker, state)
+        if self._audit is None:
+            self._tally.observe(worker, state)
 
     def say(self, message: str) -> None:
         self._view.say(message)
@@ -115,9 +174,14 @@ class JobHost:
         """Show and save where the job is; raises what must end it (a signal, a lost lease)."""
         self._check()
         now = time.monotonic()
-        if now - self._shown >= SHOW_S:
+        if now - self._shown >= SHOW_S and self._audit is None:
             self._shown = now
-            self._view.show(self._snapshot(live, wanted))
+            snapshot = self._snapshot(live, wanted)
+            self._view.show(snapshot)
+            estimate = self._warm_up.estimate(snapshot)
+            if estimate:
+                self._view.say(estimate)
+            self._summary.note(snapshot.rows, snapshot.output_tokens)
         if now - self._written >= SUMMARY_S and self.identity:
             self._written = now
             self._summary.write("running")

@@ -11,6 +11,7 @@ import ray
 from rich.console import Console
 
 from cluster.config import JobConfig, default_shard_rows
+from cluster.driver.audit import Audit, describe_audit
 from cluster.driver.check import check_rows, rows_to_check
 from cluster.driver.dispatch import Dispatcher
 from cluster.driver.events import Event, Wake
@@ -18,6 +19,7 @@ from cluster.driver.feed import InputFeed
 from cluster.driver.host import Admission, JobHost, SummaryFile
 from cluster.driver.ledger import Ledger
 from cluster.driver.pool import RayPool
+from cluster.driver.preflight import short_report
 from cluster.driver.progress import View
 from cluster.driver.session import Interrupted, StopSignals, ray_map, worker_environment
 from cluster.errors import UserError
@@ -25,11 +27,13 @@ from cluster.input.schema import Map, carried_schema
 from cluster.input.shards import InputSource
 from cluster.messages import WorkerPlan
 from cluster.models import ModelRef
-from cluster.output.identity import resolve, run_identity
+from cluster.output.card import CARD, dataset_card
+from cluster.output.identity import other_versions, resolve, run_identity, token_versions
 from cluster.output.lease import Lease
+from cluster.output.push import push
 from cluster.output.resume import Survey, restore_stats, survey
 from cluster.output.rundir import RunDir, RunFile, describe_run
-from cluster.output.sink import DATA
+from cluster.output.sink import DATA, QUARANTINE
 from cluster.output.storage import StorageError, Store
 from cluster.output.summary import SHARDS, Tally, summary_table
 
@@ -70,20 +74,21 @@ class Job:
         left = self._survey(existing, config)
         self._check_rows(config, schema)
         total = None if self._num_rows is None else self._num_rows * config.num_samples
-        summary = SummaryFile(self._store, self._tally, total)
+        summary = SummaryFile(self._store, self._tally, total, self._view.say)
         host = JobHost(admission, self._tally, self._view, summary, total, self._check_alive)
         try:
-            self._decode(config, schema, left, host)
+            self._decode(config, schema, left, host, summary)
         except (UserError, Interrupted) as error:
             self._count_unretried(left)
             if admission.identity and not self._lease.lost:
                 state = "interrupted" if isinstance(error, Interrupted) else "stopped"
                 with suppress(StorageError):  # what ended the job matters more, and may be the disk
-                    summary.write(state, error.exit_code, self._missing())
+                    reason = str(error) if isinstance(error, UserError) else None
+                    summary.write(state, error.exit_code, self._missing(), reason)
             if isinstance(error, UserError) and error.exit_code == EXIT_MISSING and self._missing():
                 raise UserError(f"{error} Missing shards: {self._missing()}.", EXIT_MISSING) from None
             raise
-        return self._finish(summary)
+        return self._finish(summary, config)
 
     def _open_rundir(self) -> RunFile | None:
         existing = self._rundir.read()
@@ -132,13 +137,14 @@ class Job:
         rows = config.limit if rows is None else min(rows, config.limit or rows)
         run = self._helpers("check rows")
         found = check_rows(self._source, config, self._model, schema, rows, run)
-        for line in found.report() if found.num_failed or found.warnings else ():
+        self._view.say(short_report(found, config, self._num_rows))
+        for line in found.report()[0 if found.num_failed else 1 :]:
             self._view.say(line)
         if found.rows == found.num_failed and found.rows == (self._num_rows or found.rows):
             raise UserError(f"no row can be decoded: {found.first_problem()}")
 
-    def _decode(self, config: JobConfig, schema: Any, left: Survey, host: JobHost) -> None:
-        if self._num_shards is not None and len(left.done) >= self._num_shards:
+    def _decode(self, config: JobConfig, schema: Any, left: Survey, host: JobHost, summary: SummaryFile) -> None:
+        if self._num_shards is not None and len(left.done) >= self._num_shards and not config.audit:
             return
         plan = WorkerPlan(
             config, self._model, schema, self._store.url, self._engine_factory, config.device, self._token
@@ -157,25 +163,50 @@ class Job:
             dispatcher = Dispatcher(pool, Ledger(feed), host, self._events, stall_s=config.stall_timeout)
             dispatcher.run()
             self._num_shards = feed.num_shards
+            if config.audit:
+                self._audit(config, dispatcher, host, summary)
         finally:
             feed.close()
             pool.close()
 
-    def _finish(self, summary: SummaryFile) -> int:
+    def _audit(self, config: JobConfig, dispatcher: Dispatcher, host: JobHost, summary: SummaryFile) -> None:
+        """Decode a few rows again without speculation. Every row is there already: if it fails, the job has not."""
+        audit = Audit(config, self._tally.rows_by_shard())
+        host.begin_audit(audit)
+        summary.audit = audit.to_dict()
+        if not audit.counts:
+            return
+        self._view.say(f"Auditing {audit.wanted:,} rows with --mode {audit.mode}.")
+        audit.run(self._source.shards(config.shard_rows or 1, config.limit), dispatcher.go_on, self._wake)
+        self._check_alive()
+        summary.audit = audit.to_dict()
+
+    def _finish(self, summary: SummaryFile, config: JobConfig) -> int:
         failed = self._tally.num_failed > self._config.max_failed * max(self._tally.rows, 1)
         code = EXIT_FAILED if failed else 0
         self._rundir.clean()  # a worker killed while it wrote has left a temporary file
         self._store.write(SHARDS, self._tally.shards_file())
         values = summary.write("done", code)
+        versions = token_versions() | other_versions()
+        self._store.write(CARD, dataset_card(config, self._model, values, versions).encode())
         self._view.close()
         self._console.print(summary_table(values))
+        if summary.audit is not None:
+            self._console.print(describe_audit(summary.audit), markup=False, highlight=False, soft_wrap=True)
         # On a line of its own, however long: people copy it.
         self._console.print(f"Parquet: {self._store.path(DATA)}", markup=False, highlight=False, soft_wrap=True)
+        if self._tally.quarantined:
+            place = self._store.path(QUARANTINE)
+            self._console.print(f"Quarantine: {place}", markup=False, highlight=False, soft_wrap=True)
         if failed:
             self._view.say(
                 f"{self._tally.num_failed:,} of {self._tally.rows:,} rows have failed, more than --max-failed "
                 f"{self._config.max_failed:g}; --retry-failed decodes again those whose input is not at fault."
             )
+        if config.push_to_hub and failed:
+            self._view.say("Nothing was pushed to the hub.")
+        elif config.push_to_hub:
+            self._view.say(f"Pushed to {push(self._store, config.push_to_hub, public=config.hub_public)}")
         return code
 
     def _count_unretried(self, left: Survey) -> None:

@@ -27,6 +27,8 @@ class Work:
     input_rows: int
     payload: Any
     keep: bool = False
+    audit: int = 0
+    """Rows to audit in the part that is there; 0: run the shard."""
     alone: list[RowKey] = field(default_factory=list)
     blamed: dict[RowKey, tuple[str, str]] = field(default_factory=dict)
     """Error kind and message of rows that are given up."""
@@ -34,7 +36,7 @@ class Work:
     """Slot of the worker that last died with suspects of this shard."""
 
     def task(self, identity: str) -> ShardTask:
-        return ShardTask(identity, self.keep, tuple(self.alone), dict(self.blamed))
+        return ShardTask(identity, self.keep, tuple(self.alone), dict(self.blamed), self.audit)
 
 
 class Feed(Protocol):

@@ -11,6 +11,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+WARM_UP_S = 20.0
+"""Rows decode this long before they tell a job's speed."""
 WINDOW_S = 300.0
 LINE_S = 5.0
 
@@ -59,6 +61,32 @@ class Pace:
         (first, last) = self._points[0], self._points[-1]
         # Counts can fall when a worker dies with unfinished rows.
         return max(last[column] - first[column], 0) / max(last[0] - first[0], 1e-6)
+
+
+class WarmUp:
+    """Says once how long a job will take, when its first rows have shown how fast it goes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._pace = clock, Pace(clock)
+        self._rows: int | None = None
+        self._began: float | None = None
+        self._said = False
+
+    def estimate(self, snapshot: Snapshot) -> str | None:
+        """The sentence, at the one call where it is due; jobs that are nearly done need none."""
+        self._rows = snapshot.rows if self._rows is None else self._rows
+        # Rows of an earlier session stand there from the start, and loading is no part of the speed.
+        if self._said or snapshot.rows <= self._rows:
+            return None
+        self._pace.add(snapshot)
+        self._began = self._clock() if self._began is None else self._began
+        left = self._pace.eta_s(snapshot)
+        if left is None or self._clock() - self._began < WARM_UP_S:
+            return None
+        self._said = True
+        if left < WARM_UP_S:
+            return None
+        return f"About {duration(left)} to go, by the speed of the first {WARM_UP_S:.0f} seconds of decoding."
 
 
 class View(Protocol):
@@ -135,11 +163,11 @@ def describe(snapshot: Snapshot, pace: Pace) -> str:
     parts.append(f"{snapshot.workers_up} of {snapshot.workers} workers up")
     eta = pace.eta_s(snapshot)
     if eta is not None:
-        parts.append(f"{_duration(eta)} left")
+        parts.append(f"{duration(eta)} left")
     return ", ".join(parts)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"

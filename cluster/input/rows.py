@@ -56,6 +56,10 @@ class RowPreparer:
         self._known = {name.removeprefix(self._prefix) for name in carried.names} | {*self._columns, "body"}
         self._carries_all = config.carry == "all"
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self._info.stop_token_ids
+
     def prepare(self, raw: RawShard) -> tuple[list[PreparedRow], pa.Table]:
         """One prepared row per input row, and the carried columns of the same rows (nulls for a broken line)."""
         parsed = parse_shard(raw, self._needed)

@@ -12,6 +12,7 @@ import orjson
 
 from cluster.config import JobConfig
 from cluster.models import ModelRef
+from cluster.worker.guards import GUARDS_VERSION
 
 DEVICE = "device"
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers")
@@ -34,7 +35,7 @@ def run_identity(config: JobConfig, model: ModelRef) -> dict[str, Any]:
     from specfold import ENGINE_VERSION
 
     pinned = f"{model.repo}@{model.commit}" if model.commit else model.content_hash
-    return config.identity() | {"model": pinned, "engine": ENGINE_VERSION} | token_versions()
+    return config.identity() | {"model": pinned, "engine": ENGINE_VERSION, "guards": GUARDS_VERSION} | token_versions()
 
 
 def identity_hash(identity: dict[str, Any]) -> str:

@@ -11,7 +11,15 @@ from cluster.input.rows import INPUT_ERROR_KINDS
 from cluster.input.shards import RawShard
 from cluster.messages import ShardRecord
 from cluster.output.rundir import RunDir
-from cluster.output.sink import STATS, ForeignPartError, PartError, part_name, read_record, stats_name
+from cluster.output.sink import (
+    STATS,
+    ForeignPartError,
+    PartError,
+    part_name,
+    read_record,
+    require_pair,
+    stats_name,
+)
 from cluster.output.storage import Store
 
 _READERS = 16
@@ -80,9 +88,13 @@ def restore_stats(store: Store, records: Iterable[ShardRecord]) -> None:
 def _read_records(rundir: RunDir, result: Survey) -> dict[int, ShardRecord]:
     """Footers of all whole parts; the others go to ``result.broken``."""
 
+    quarantined = rundir.quarantined()
+
     def read(index: int) -> tuple[int, ShardRecord | PartError]:
         try:
-            return index, read_record(rundir.store, index)
+            record = read_record(rundir.store, index)
+            require_pair(rundir.store, record, has_quarantine=index in quarantined)
+            return index, record
         except PartError as error:
             return index, error
 

@@ -14,12 +14,11 @@ from cluster.errors import UserError
 from cluster.input.schema import schema_from_json, schema_to_json
 from cluster.output.identity import DEVICE, differences, identity_hash, other_versions
 from cluster.output.lease import LEASE
-from cluster.output.sink import DATA, STATS, part_index
+from cluster.output.sink import DATA, QUARANTINE, STATS, part_index, quarantine_index
 from cluster.output.storage import Store
 from cluster.output.summary import SHARDS, SUMMARY
 
 RUN = "run.json"
-QUARANTINE = "quarantine"
 FORMAT = 1
 _FOLDERS = (DATA, STATS, QUARANTINE)
 _FILES = (SUMMARY, SHARDS, "README.md", "report.html", RUN)  # run.json last: until then the folder is known as a run's
@@ -101,6 +100,11 @@ class RunDir:
         indexes = [part_index(name) for name in self.store.names(DATA)]
         return [index for index in indexes if index is not None]
 
+    def quarantined(self) -> set[int]:
+        """Indexes of the parts that have a file in ``quarantine/``."""
+        indexes = [quarantine_index(name) for name in self.store.names(QUARANTINE)]
+        return {index for index in indexes if index is not None}
+
     def erase(self) -> None:
         """Delete the run: its own files only."""
         for folder in _FOLDERS:
@@ -152,4 +156,4 @@ def _is_ours(folder: str, name: str) -> bool:
         return True
     if folder == STATS:
         return name.startswith("shard-") and name.endswith(".json")
-    return part_index(name) is not None
+    return (quarantine_index(name) if folder == QUARANTINE else part_index(name)) is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -14,7 +15,8 @@ from cluster.messages import RowKey, ShardRecord
 from cluster.output.storage import Store
 from specfold.request import ERROR, Completion
 
-DATA, STATS = "data", "stats"
+DATA, STATS, QUARANTINE = "data", "stats", "quarantine"
+MAX_FLAGGED = 3
 _FOOTER = b"specfold.shard"
 _IDS = pa.list_(pa.int32())
 
@@ -62,12 +64,26 @@ def part_index(name: str) -> int | None:
     return int(stem) if name == f"train-{stem}.parquet" and len(stem) == 7 and stem.isdigit() else None
 
 
+def quarantine_name(index: int) -> str:
+    """Path of a part's quarantined rows. Nothing in it may look like the name of a split to ``datasets``."""
+    return f"{QUARANTINE}/rows-{index:07d}.parquet"
+
+
+def quarantine_index(name: str) -> int | None:
+    """Inverse of ``quarantine_name`` for a bare file name; None for any other file."""
+    return part_index(name.replace("rows-", "train-", 1)) if name.startswith("rows-") else None
+
+
 def stats_name(index: int) -> str:
     return f"{STATS}/shard-{index:07d}.json"
 
 
 def build_rows(
-    keys: Sequence[RowKey], carried: pa.Table, prompt_lengths: Sequence[int], results: Sequence[Completion]
+    keys: Sequence[RowKey],
+    carried: pa.Table,
+    prompt_lengths: Sequence[int],
+    results: Sequence[Completion],
+    flags: Sequence[Sequence[str]] | None = None,
 ) -> pa.Table:
     """Output rows of the given keys; ``carried`` holds one row per key. An error row has no output."""
     texts = ["" if c.finish_reason == ERROR else c.text for c in results]
@@ -83,7 +99,7 @@ def build_rows(
         [c.finish_reason for c in results],
         [c.error for c in results],
         [c.error_kind for c in results],
-        _lists([()] * len(keys), pa.string()),
+        _lists(flags or [()] * len(keys), pa.string()),
         list(prompt_lengths),
         [len(row) for row in ids],
         [s.num_forwards for s in stats],
@@ -107,35 +123,64 @@ def merge_rows(old: pa.Table, new: pa.Table, places: Sequence[int]) -> pa.Table:
 
 
 def count_rows(table: pa.Table) -> dict[str, Any]:
-    """The counts of a record that can be read off the rows: by error kind, by finish reason, the slowest row."""
+    """The counts of a record that can be read off the rows: by error kind, finish reason and flag; the slowest row."""
     slowest = pc.index(table["seconds"], pc.max(table["seconds"])).as_py() if table.num_rows else -1
     return {
         "failed": _tally(table["error_kind"].drop_null()),
         "finished": _tally(table["finish_reason"]),
         "slowest_row": table["row_id"][slowest].as_py() if slowest >= 0 else -1,
         "slowest_row_s": round(table["seconds"][slowest].as_py(), 3) if slowest >= 0 else 0.0,
+        "lengths": length_bins(
+            table["num_output_tokens"].filter(pc.not_equal(table["finish_reason"], ERROR)).to_numpy()
+        ),
+        **_count_flags(table),
     }
+
+
+def length_bins(lengths: np.ndarray) -> dict[str, int]:
+    """Counts by length: every length below 16 by itself, above it eight bins an octave. Bins of many parts add up."""
+    octave = np.maximum(np.floor(np.log2(np.maximum(lengths, 1))) - 3, 0).astype(np.int64)
+    values, counts = np.unique(lengths >> octave << octave, return_counts=True)
+    return {str(value): int(count) for value, count in zip(values, counts, strict=True)}
 
 
 def encode_part(table: pa.Table, record: ShardRecord) -> bytes:
     """The part as a whole Parquet file in memory, its record in the footer."""
     sink = pa.BufferOutputStream()
     table = table.replace_schema_metadata({_FOOTER: record.to_json()})
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
+        if table.num_rows:  # ``datasets`` cannot read a row group without rows, which a part that lost all would have
+            writer.write_table(table)
     return sink.getvalue().to_pybytes()
 
 
-def publish(store: Store, table: pa.Table, record: ShardRecord) -> int:
-    """Write the part, then the copy of its counters; returns the part's size in bytes."""
-    data = encode_part(table, record)
-    store.write(part_name(record.index), data)
+def publish(store: Store, table: pa.Table, record: ShardRecord, moved: Sequence[bool] | None = None) -> int:
+    """Write the part, then the copy of its counters; returns the part's size in bytes.
+
+    ``moved``: which rows go to ``quarantine/``; None without a quarantine. Both files carry the same record and the one
+    in ``data/`` is written last: a pair whose records differ is torn.
+    """
+    size = 0
+    if moved is not None:
+        if record.quarantined:
+            size = _write_part(store, quarantine_name(record.index), table.filter(pa.array(moved)), record)
+            table = table.filter(pa.array([not is_moved for is_moved in moved]))
+        else:
+            store.delete(quarantine_name(record.index))  # what a writer of this part that was killed has left
+    size += _write_part(store, part_name(record.index), table, record)
     store.write(stats_name(record.index), record.to_json(), durable=False)
+    return size
+
+
+def _write_part(store: Store, name: str, table: pa.Table, record: ShardRecord) -> int:
+    data = encode_part(table, record)
+    store.write(name, data)
     return len(data)
 
 
-def read_record(store: Store, index: int) -> ShardRecord:
-    """The record in a part's footer. ``PartError`` for a truncated or foreign file."""
-    name = part_name(index)
+def read_record(store: Store, index: int, name: str = "") -> ShardRecord:
+    """The record in the footer of a part, or of its file ``name``. ``PartError`` for a truncated or foreign file."""
+    name = name or part_name(index)
     try:
         with store.open(name) as file:
             metadata = pq.read_metadata(file).metadata or {}
@@ -152,9 +197,22 @@ def read_record(store: Store, index: int) -> ShardRecord:
     return record
 
 
-def read_rows(store: Store, index: int) -> pa.Table:
-    """All rows of a part, page checksums verified."""
-    return pq.read_table(pa.BufferReader(store.read(part_name(index))), page_checksum_verification=True)
+def require_pair(store: Store, record: ShardRecord, *, has_quarantine: bool) -> None:
+    """``PartError`` unless a part's file in ``quarantine/`` is there just if it has one, and was written with it."""
+    name = quarantine_name(record.index)
+    if has_quarantine != bool(record.quarantined):
+        raise PartError(f"{name} is {'missing' if record.quarantined else 'not of the part in data/'}.")
+    if has_quarantine and read_record(store, record.index, name) != record:
+        raise PartError(f"{name} was not written with the part in data/.")
+
+
+def read_rows(store: Store, record: ShardRecord) -> pa.Table:
+    """All rows of a part in their order, quarantined ones included, page checksums verified."""
+    names = [part_name(record.index), *([quarantine_name(record.index)] if record.quarantined else [])]
+    tables = [pq.read_table(pa.BufferReader(store.read(name)), page_checksum_verification=True) for name in names]
+    if len(tables) == 1:
+        return tables[0]
+    return pa.concat_tables(tables).sort_by([("row_id", "ascending"), ("sample_id", "ascending")])
 
 
 def _lists(rows: Sequence[Sequence[Any]], item: pa.DataType | None = None) -> pa.Array:
@@ -164,6 +222,21 @@ def _lists(rows: Sequence[Sequence[Any]], item: pa.DataType | None = None) -> pa
         offsets.append(offsets[-1] + len(row))
     values = pa.array(chain.from_iterable(rows), item or pa.int32(), size=offsets[-1])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+
+
+def _count_flags(table: pa.Table) -> dict[str, Any]:
+    """Rows by flag, and the first few rows of each."""
+    if not pc.sum(pc.list_value_length(table["flags"])).as_py():
+        return {}
+    flags: dict[str, int] = {}
+    flagged: dict[str, list[list[int]]] = {}
+    columns = [table[name].to_pylist() for name in ("flags", "row_id", "sample_id")]
+    for names, row, sample in zip(*columns, strict=True):
+        for name in names:
+            flags[name] = flags.get(name, 0) + 1
+            if flags[name] <= MAX_FLAGGED:
+                flagged.setdefault(name, []).append([row, sample])
+    return {"flags": dict(sorted(flags.items())), "flagged": dict(sorted(flagged.items()))}
 
 
 def _tally(column: pa.ChunkedArray) -> dict[str, int]:

@@ -105,6 +105,14 @@ class Store:
         paths = [entry["name"].rstrip("/") for entry in found]
         return sorted(os.path.basename(entry) for entry in paths if entry != path.strip("/") and entry != path)
 
+    def num_bytes(self, folder: str) -> int:
+        """Size of the files directly inside a folder; 0 if it does not exist."""
+        with self._explained("read", folder):
+            try:
+                return sum(entry["size"] or 0 for entry in self._fs.ls(f"{self.root}/{folder}", detail=True))
+            except FileNotFoundError:
+                return 0
+
     def delete(self, name: str) -> None:
         """Remove a file or an empty folder; nothing happens if it is not there."""
         with self._explained("deleted", name), contextlib.suppress(FileNotFoundError):

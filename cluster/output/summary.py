@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pyarrow as pa
@@ -17,6 +17,8 @@ from specfold.stats import DecodeStats
 
 SUMMARY, SHARDS = "summary.json", "shards.parquet"
 MAX_SLOWEST = 50
+MAX_PLACES = 2
+MAX_EXAMPLES = 10
 
 _SHARD_SCHEMA = pa.schema(
     [
@@ -29,6 +31,26 @@ _SHARD_SCHEMA = pa.schema(
 )  # fmt: skip
 
 
+class ShardLine(NamedTuple):
+    """A line of ``shards.parquet``."""
+
+    shard: int
+    first_row: int
+    rows: int
+    failed: int
+    output_tokens: int
+    tokens_per_second: float | None
+    tokens_per_forward: float | None
+    acceptance: float | None
+    fold_rate: float | None
+    worker: str
+    started: int
+    """Milliseconds since the epoch."""
+    seconds: float
+    slowest_row: int
+    slowest_row_seconds: float
+
+
 class Tally:
     """Sums over finished shards, of this session and of earlier ones. Holds one line per shard and no results."""
 
@@ -36,23 +58,43 @@ class Tally:
         self.stats = DecodeStats()
         self.failed: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
+        self.lengths: Counter[str] = Counter()
+        self.failed_in: dict[str, list[int]] = {}
+        """A few shards with errors of each kind; ``flagged_in``: with rows of each flag."""
+        self.flagged_in: dict[str, list[int]] = {}
+        self.flags: Counter[str] = Counter()
+        self.flagged: dict[str, list[list[int]]] = {}
+        """The first rows of each flag, as row id and sample id."""
+        self.quarantined = 0
         self.rows = 0
         self.session_rows = 0
         self.session_tokens = 0
         self._workers: dict[str, _WorkerTotals] = {}
-        self._lines: dict[int, tuple[Any, ...]] = {}
+        self._lines: dict[int, ShardLine] = {}
 
     def add(self, record: ShardRecord, *, fresh: bool) -> None:
         """Count a part. ``fresh``: written in this session."""
         self.stats.add(record.stats)
         self.failed.update(record.failed)
         self.finished.update(record.finished)
+        self.lengths.update(record.lengths)
+        for where, names in ((self.failed_in, record.failed), (self.flagged_in, record.flags)):
+            for name in names:
+                if len(where.setdefault(name, [])) < MAX_PLACES:
+                    where[name].append(record.index)
+        self._add_flags(record)
         self.rows += record.rows
         self._lines[record.index] = _line(record)
         if fresh:
             self.session_rows += record.rows
             self.session_tokens += record.stats.output_tokens
             self._workers.setdefault(record.worker, _WorkerTotals()).add(record)
+
+    def _add_flags(self, record: ShardRecord) -> None:
+        self.flags.update(record.flags)
+        self.quarantined += record.quarantined
+        for name, rows in record.flagged.items():
+            self.flagged[name] = sorted([*self.flagged.get(name, ()), *rows])[:MAX_EXAMPLES]
 
     def observe(self, worker: str, state: WorkerState) -> None:
         """Keep a worker's latest live counters."""
@@ -62,12 +104,20 @@ class Tally:
     def num_failed(self) -> int:
         return sum(self.failed.values())
 
+    def rows_by_shard(self) -> dict[int, int]:
+        """Rows of every part, failed ones left out."""
+        return {index: line[2] - line[3] for index, line in sorted(self._lines.items())}
+
     @property
     def num_shards(self) -> int:
         return len(self._lines)
 
     def has(self, index: int) -> bool:
         return index in self._lines
+
+    def lines(self) -> list[ShardLine]:
+        """A line per shard, in order."""
+        return [self._lines[index] for index in sorted(self._lines)]
 
     def to_dict(self, seconds: float) -> dict[str, Any]:
         """The counted part of ``summary.json``; ``seconds``: how long this session has run.
@@ -83,8 +133,15 @@ class Tally:
                 "failed": self.num_failed,
                 "failed_by_kind": dict(sorted(self.failed.items())),
                 "by_finish_reason": {reason: self.finished[reason] for reason in ("stop", "length", ERROR)},
+                "quarantined": self.quarantined,
+            },
+            "flags": dict(sorted(self.flags.items())),
+            "flagged_rows": {
+                name: [{"row_id": row, "sample_id": sample} for row, sample in rows]
+                for name, rows in sorted(self.flagged.items())
             },
             "output_tokens": stats.output_tokens,
+            "output_lengths": {length: self.lengths[length] for length in sorted(self.lengths, key=int)},
             "tokens_per_second": {
                 "decode": _ratio(self.session_tokens * places, busy),
                 "end_to_end": _ratio(self.session_tokens, seconds),
@@ -104,7 +161,7 @@ class Tally:
 
     def shards_file(self) -> bytes:
         """``shards.parquet``: one row per shard, in order."""
-        lines = [self._lines[index] for index in sorted(self._lines)]
+        lines = self.lines()
         columns = list(zip(*lines, strict=True)) if lines else [()] * len(_SHARD_SCHEMA)
         arrays = [pa.array(column, field.type) for column, field in zip(columns, _SHARD_SCHEMA, strict=True)]
         sink = pa.BufferOutputStream()
@@ -112,9 +169,8 @@ class Tally:
         return sink.getvalue().to_pybytes()
 
     def _slowest(self) -> list[dict[str, Any]]:
-        seconds = _SHARD_SCHEMA.get_field_index("seconds")
-        lines = sorted(self._lines.values(), key=lambda line: -line[seconds])[:MAX_SLOWEST]
-        return [dict(zip(_SHARD_SCHEMA.names, line, strict=True)) for line in lines]
+        lines = sorted(self._lines.values(), key=lambda line: -line.seconds)[:MAX_SLOWEST]
+        return [line._asdict() for line in lines]
 
 
 class _WorkerTotals:
@@ -164,10 +220,14 @@ def summary_table(values: dict[str, Any]) -> Table:
     rows, speed = values["rows"], values["tokens_per_second"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in rows["by_finish_reason"].items())
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in rows["failed_by_kind"].items())
+    flags = ", ".join(f"{count:,} {name}" for name, count in values["flags"].items()) or "none"
+    if rows["quarantined"]:
+        flags += f"; {rows['quarantined']:,} rows in quarantine"
     depth = ", ".join(_percent(share) for share in values["acceptance_by_depth"])
     lines = [
         ("rows", f"{rows['done']:,} ({reasons})"),
         ("failed", f"{rows['failed']:,}" + (f" ({kinds})" if kinds else "")),
+        ("flags", flags),
         ("output tokens", f"{values['output_tokens']:,}"),
         ("tokens/s", f"{_number(speed['end_to_end'])} end to end, {_number(speed['decode'])} while decoding"),
         ("tokens per forward", _number(values["tokens_per_forward"])),
@@ -176,13 +236,13 @@ def summary_table(values: dict[str, Any]) -> Table:
         ("workers", f"{len(values['workers'])}"),
     ]
     for name, text in lines:
-        table.add_row(name, text, end_section=name in ("failed", "fold rate"))
+        table.add_row(name, text, end_section=name in ("flags", "fold rate"))
     return table
 
 
-def _line(record: ShardRecord) -> tuple[Any, ...]:
+def _line(record: ShardRecord) -> ShardLine:
     stats = record.stats
-    return (
+    return ShardLine(
         record.index, record.first_row, record.rows, record.num_failed, stats.output_tokens,
         _ratio(stats.output_tokens, record.seconds), stats.tokens_per_forward,
         _ratio(stats.drafts_accepted, stats.drafts_proposed), stats.fold_rate, record.worker,

@@ -5,6 +5,7 @@ Shards share the engine's slots, so that one long row holds back its own shard a
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -104,6 +105,11 @@ class DecodeLoop:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def join(self) -> None:
+        """Wait until the loop has ended and let go of the engine's memory."""
+        self._thread.join()
+        gc.collect()  # buffers that hang in a cycle of references would be missing when memory is divided anew
 
     @property
     def waiting_rows(self) -> int:

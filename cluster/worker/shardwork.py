@@ -17,6 +17,8 @@ from cluster.messages import RowKey, ShardRecord, ShardTask
 from cluster.output.sink import PartError, build_rows, count_rows, merge_rows, publish, read_record, read_rows
 from cluster.output.storage import Store
 from cluster.worker.decode import OpenShard
+from cluster.worker.guards import QUARANTINED, Specials, flags_of
+from cluster.worker.requests import make_request
 from specfold.request import ERROR, Completion, Request
 from specfold.stats import DecodeStats
 
@@ -35,8 +37,12 @@ class ShardWork:
         carried: pa.Table,
         num_samples: int,
         store: Store,
+        specials: Specials,
+        *,
+        quarantine: bool = False,
     ) -> None:
         self._raw, self._task, self._num_samples = raw, task, num_samples
+        self._specials, self._quarantine = specials, quarantine
         self._old, self._old_stats = _read_old(store, raw.index) if task.keep else (None, DecodeStats())
         self._places = list(range(len(rows) * num_samples)) if self._old is None else _to_retry(self._old)
         """Positions in the part of the rows to be decoded now."""
@@ -63,9 +69,12 @@ class ShardWork:
         stats = sum_stats([c.stats for c in self.shard.results.values() if c.finish_reason != ERROR])
         stats.add(self._old_stats)
         lengths = [len(row.prompt_ids or ()) for row in self._rows]
-        table = build_rows(self._keys, self._carried, lengths, [results[key] for key in self._keys])
+        done = [results[key] for key in self._keys]
+        flags = [flags_of(completion, self._specials) for completion in done]
+        table = build_rows(self._keys, self._carried, lengths, done, flags)
         if self._old is not None:
             table = merge_rows(self._old, table, self._places)
+        moved = [not QUARANTINED.isdisjoint(row) for row in table["flags"].to_pylist()] if self._quarantine else None
         record = ShardRecord(
             index=self._raw.index,
             first_row=self._raw.first_row,
@@ -77,9 +86,10 @@ class ShardWork:
             worker=worker,
             started=started,
             ended=time.time(),
+            quarantined=sum(moved or ()),
             **count_rows(table),
         )
-        return record, publish(store, table, record)
+        return record, publish(store, table, record, moved)
 
     def _request(self, key: RowKey, row: PreparedRow) -> Request | None:
         """The row for the engine; None if it has failed already."""
@@ -89,15 +99,7 @@ class ShardWork:
             kind, message = self._task.blamed[key]
             self._failed[key] = _error(key, message, kind)
         else:
-            return Request(
-                row.prompt_ids or [],
-                *key,
-                max_new_tokens=row.max_new_tokens,
-                temperature=row.temperature,
-                top_p=row.top_p,
-                seed=row.seed,
-                stop=row.stop,
-            )
+            return make_request(key, row)
         return None
 
 
@@ -118,7 +120,8 @@ def _sum(values: list[Any]) -> Any:
 def _read_old(store: Store, index: int) -> tuple[pa.Table | None, DecodeStats]:
     """The part that is there. A damaged one is no reason to stop: all of its rows are decoded again."""
     try:
-        return read_rows(store, index), read_record(store, index).stats
+        record = read_record(store, index)
+        return read_rows(store, record), record.stats
     except (pa.ArrowInvalid, PartError, OSError):
         return None, DecodeStats()
 

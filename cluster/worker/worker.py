@@ -22,10 +22,12 @@ from cluster.models import local_folder
 from cluster.output.identity import device_kind, token_versions
 from cluster.output.lease import birth, holds
 from cluster.output.storage import Store
+from cluster.worker.auditwork import AuditWork, reference
 from cluster.worker.decode import DecodeLoop, OpenShard
+from cluster.worker.guards import Specials
 from cluster.worker.recorder import FlightRecorder, recorder_path
 from cluster.worker.shardwork import ShardWork
-from specfold import ConfigError, ModelError
+from specfold import ConfigError, DecodeConfig, ModelError
 
 MAX_OPEN_SHARDS = 4
 
@@ -42,6 +44,7 @@ class Worker:
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._writing = ThreadPoolExecutor(1, "write")
         self._broken: Failure | None = None
+        self._auditing: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
         return self._name
@@ -100,6 +103,9 @@ class Worker:
             return self._broken
         assert self._decode is not None
         done = self._running[raw.index] = self._loop.create_future()
+        if task.audit:
+            self._auditing = self._auditing or asyncio.ensure_future(self._begin_audit())
+            await self._auditing
         self._decode.count_failed(work.num_failed)
         self._decode.add(work.shard)
         self._changed.set()
@@ -130,23 +136,42 @@ class Worker:
         decode = config.decode
         engine.check_config(decode)
         memory = engine.plan_memory(decode, config.batch_size)
+        self._specials = Specials.of(engine.tokenizer, engine.mask_token_id, engine.stop_token_ids)
         self._preparer = RowPreparer(config, folder, plan.carried)
         self._recorder = FlightRecorder(recorder_path(plan.token, self._name), 4 * config.batch_size + 64)
-        self._decode = DecodeLoop(
-            engine, decode, config.batch_size, self._recorder,
-            on_finished=lambda shard: self._post(self._finish, shard),
-            on_room=lambda: self._post(self._changed.set),
-            on_failure=lambda error: self._post(self._fail, error),
-        )  # fmt: skip
-        self._decode.start()
+        self._engine = engine
+        self._decode = self._open_loop(decode)
         pid = os.getpid()
         return WorkerInfo(
             device_kind(plan.device), os.uname().nodename, self._node_id, pid, token_versions(), birth(pid), memory
         )
 
-    def _prepare(self, raw: RawShard, task: ShardTask) -> ShardWork:
+    def _open_loop(self, decode: DecodeConfig) -> DecodeLoop:
+        loop = DecodeLoop(
+            self._engine, decode, self._plan.config.batch_size, self._recorder,
+            on_finished=lambda shard: self._post(self._finish, shard),
+            on_room=lambda: self._post(self._changed.set),
+            on_failure=lambda error: self._post(self._fail, error),
+        )  # fmt: skip
+        loop.start()
+        return loop
+
+    async def _begin_audit(self) -> None:
+        """Decode without speculation from now on. The run's loop ends first: an engine has one owner at a time, and its
+        memory is divided for one set of settings."""
+        assert self._decode is not None
+        self._decode.close()
+        await self._loop.run_in_executor(self._preparing, self._decode.join)
+        self._decode = self._open_loop(reference(self._plan.config.decode))
+
+    def _prepare(self, raw: RawShard, task: ShardTask) -> ShardWork | AuditWork:
         rows, carried = self._preparer.prepare(raw)
-        return ShardWork(raw, task, rows, carried, self._plan.config.num_samples, self._store)
+        if task.audit:
+            return AuditWork(raw, task, rows, self._store)
+        config = self._plan.config
+        return ShardWork(
+            raw, task, rows, carried, config.num_samples, self._store, self._specials, quarantine=config.quarantine
+        )
 
     def _post(self, call: Callable[..., Any], *args: Any) -> None:
         self._loop.call_soon_threadsafe(call, *args)

@@ -48,7 +48,8 @@ class RowMap:
 
     A folded position's result is that of its nearest kept ancestor: since parents have lower numbers than children,
     branch ``highest bit of (keep[s, t] & ancestors[b])``, row ``row[s, that branch, t]``. Rows stand in no particular
-    order: a row's result depends on nothing but itself.
+    order: a row's result depends on nothing but itself. ``keep``, ``count`` and ``slot_count`` must be zero before
+    ``gate_rows`` fills the map.
     """
 
     keep_ST: torch.Tensor
@@ -63,11 +64,6 @@ class RowMap:
     """int32: rows of each slot."""
     slot_rows_SX: torch.Tensor
     """int32: the rows of each slot, ``slot_count`` of them."""
-
-    @property
-    def tensors_to_clear(self) -> tuple[torch.Tensor, ...]:
-        """What must be zero before ``gate_rows`` fills the map."""
-        return self.keep_ST, self.count_1, self.slot_count_S
 
 
 @dataclass(frozen=True, slots=True)

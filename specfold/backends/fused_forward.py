@@ -133,6 +133,20 @@ class FusedForward:
         assert addend is not None
         return stream, addend
 
+    def commit(
+        self,
+        branch_S: torch.Tensor,
+        length_S: torch.Tensor,
+        start_S: torch.Tensor,
+        page_table_SP: torch.Tensor,
+    ) -> None:
+        """Keys and values of one final branch a slot (below 0: of none) into the slots' pages.
+
+        int32 ``branch_S``; int64 ``length_S`` positions from ``start_S`` on.
+        """
+        rows, pool = self.maps.row_KLSBT[0], self.pool
+        self.ops.commit_kv(self.k_LRGD, self.v_LRGD, rows, branch_S, length_S, start_S, page_table_SP, pool.k, pool.v)
+
     def _layer(
         self,
         index: int,

@@ -133,15 +133,4 @@ class _Chunk:
         ops, branches, forward, model = self._ops, self._branches, self._forward, self._setup.model
         stream, addend = forward.run(branches, self._page_table_SP, NO_FOLDING, self._mask_unit, self._length_S)
         ops.head_norm(stream, addend, branches, self._rows, model.norm_E, model.spec.rms_eps, self._hidden_DE)
-        maps = forward.maps
-        ops.commit_kv(
-            forward.k_LRGD,
-            forward.v_LRGD,
-            maps.row_KLSBT[0],
-            self._committed,
-            self._length_S,
-            self._start_S,
-            self._page_table_SP,
-            self._pool.k,
-            self._pool.v,
-        )
+        forward.commit(self._committed, self._length_S, self._start_S, self._page_table_SP)

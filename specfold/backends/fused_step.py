@@ -6,6 +6,8 @@ J kept tokens, E hidden width.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from kernels.fused.control import Commit, Counters, Graph, Result, Rules, Slots
@@ -129,19 +131,9 @@ class FusedStep:
             predictions,
         )
         ops.accept(*control, predictions, self.result, self._commit, self.counters)
-        maps, forward, commit = self.forward.maps, self.forward, self._commit
-        ops.commit_kv(
-            forward.k_LRGD,
-            forward.v_LRGD,
-            maps.row_KLSBT[0],
-            commit.branch_S,
-            commit.length_S,
-            commit.start_S,
-            self._state.page_table_SP,
-            self._pool.k,
-            self._pool.v,
-        )
-        ops.tally_folds(branches, self.graph, maps.keep_LKST, self.counters)
+        commit = self._commit
+        self.forward.commit(commit.branch_S, commit.length_S, commit.start_S, self._state.page_table_SP)
+        ops.tally_folds(branches, self.graph, self.forward.maps.keep_LKST, self.counters)
 
     @staticmethod
     def num_bytes(setup: RunSetup) -> int:
@@ -226,18 +218,5 @@ def empty_predictions(num_branches: int, block: int, num_top: int, device: torch
 
 def _share(slots: SlotState) -> Slots:
     """The same tensors as the kernels take them."""
-    return Slots(
-        active_S=slots.active_S,
-        pending_S=torch.zeros_like(slots.active_S),
-        state_ST=slots.state_ST,
-        start_S=slots.start_S,
-        first_new_S=slots.first_new_S,
-        limit_S=slots.limit_S,
-        think_S=slots.think_S,
-        key_S2=slots.key_S2,
-        sample_S=slots.sample_S,
-        temperature_S=slots.temperature_S,
-        has_guess_S=slots.has_guess_S,
-        guess_token_STJ=slots.guess_token_STJ,
-        guess_logprob_STJ=slots.guess_logprob_STJ,
-    )
+    shared = {f.name: getattr(slots, f.name) for f in fields(Slots) if f.name != "pending_S"}
+    return Slots(pending_S=torch.zeros_like(slots.active_S), **shared)

@@ -17,6 +17,11 @@ from specfold.request import ERROR, LENGTH, STOP
 MODULE = "tests.cluster.fake_engine"
 POISON, NAN, HANG, RAISE = 9_001, 9_002, 9_003, 9_004
 """Token ids that, in a prompt, make the process die, the row fail, the engine hang or raise."""
+LOOP, BLANK, FLOOD, UNMASKED = 9_005, 9_006, 9_007, 9_008
+"""Token ids that, in a prompt, give a degenerate output: one that repeats, one without tokens, one of padding, one with
+a mask left."""
+UNFAITHFUL = 9_009
+"""A prompt with it gets another third token with speculation than without."""
 
 
 class FakeEngine:
@@ -73,6 +78,9 @@ def decode(request: Request, config: DecodeConfig, cured: bool = False) -> Compl
     limit = request.max_new_tokens or config.max_new_tokens
     first = sum(request.prompt_ids) * 31 + request.row_id * 7 + request.sample_id
     ids = [(first + i) % 8000 + 2 for i in range(min(limit, 5 + first % 11))]
+    ids = _degenerate(request.prompt_ids, ids)
+    if UNFAITHFUL in request.prompt_ids and config.mode != "vanilla":
+        ids[2] += 1
     stats = DecodeStats(
         prompt_tokens=len(request.prompt_ids), output_tokens=len(ids), denoise_forwards=len(ids) // 2 + 1,
         commit_forwards=1, drafts_proposed=4, drafts_accepted=2, proposed_by_depth=[2, 2], accepted_by_depth=[2, 0],
@@ -80,7 +88,12 @@ def decode(request: Request, config: DecodeConfig, cured: bool = False) -> Compl
         folded_ffn=[[16, 8]], seconds=0.001,
     )  # fmt: skip
     reason = LENGTH if len(ids) == limit else STOP
-    return Completion(request.row_id, request.sample_id, ids, f"row {first}", reason, stats=stats)
+    return Completion(request.row_id, request.sample_id, ids, f"row {first}" if ids else "", reason, stats=stats)
+
+
+def _degenerate(prompt_ids: Sequence[int], ids: list[int]) -> list[int]:
+    made = {LOOP: [7, 8, 9] * 30, BLANK: [], FLOOD: [*ids, *[1] * 12], UNMASKED: [*ids, FakeEngine.mask_token_id]}
+    return next((output for token, output in made.items() if token in prompt_ids), ids)
 
 
 def _misbehave(request: Request) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
 
 from cluster.config import JobConfig
 from cluster.driver import run_job
 from cluster.messages import RowKey
 from specfold import DecodeConfig, Request
+from specfold.checkpoint import expected_shapes, read_model_info
 from tests.cluster import fake_engine
 
 MODEL_CONFIG = {
@@ -46,6 +49,15 @@ class JobFolder:
         path = self.root / name
         path.write_text("\n".join(lines) + "\n")
         return str(path)
+
+    def write_weights(self, **changes: torch.Tensor | None) -> None:
+        """Weights of the model, all zero; ``changes`` replaces tensors by name (``__`` for a dot), None leaves one
+        out."""
+        info = read_model_info(self.model)
+        names = info.family.tensor_names(info.spec)
+        tensors = {names[ours]: torch.zeros(shape) for ours, shape in expected_shapes(info.spec).items()}
+        tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+        save_file({k: v for k, v in tensors.items() if v is not None}, self.model / "model.safetensors")
 
     def config(self, prompts: str, **settings: Any) -> JobConfig:
         defaults = {"model": str(self.model), "output": str(self.output), "device": "cpu", "workers": 1}

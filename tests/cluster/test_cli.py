@@ -13,7 +13,7 @@ from cluster.errors import UserError
 from jobs.cli import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-LATER = ("use-block-cache", "delta-time", "quarantine", "audit", "push-to-hub")
+LATER = ("use-block-cache", "delta-time")
 
 
 def load(*argv: str, environment: dict[str, str] | None = None) -> JobConfig:

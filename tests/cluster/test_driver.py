@@ -8,9 +8,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import DatasetCard
 
 from cluster.driver import check_job
 from cluster.errors import UserError
+from cluster.output.storage import Store
 from tests.cluster.fake_engine import NAN
 from tests.cluster.jobs import JobFolder, expected, keys
 
@@ -56,6 +58,9 @@ def test_the_run_directory_tells_what_was_done(folder: JobFolder) -> None:
         (0, 16, run["identity_hash"]), (16, 16, run["identity_hash"]), (32, 8, run["identity_hash"]),
     ]  # fmt: skip
 
+    card = DatasetCard.load(folder.output / "README.md")
+    assert card.data.size_categories == ["n<1K"]
+    assert "| error nan_logits | 1 |" in card.text
     loaded = datasets.load_dataset(str(folder.output), cache_dir=str(folder.root / "cache"))
     assert list(loaded) == ["train"]
     assert loaded["train"]["row_id"][:] == list(range(40))
@@ -97,6 +102,7 @@ def test_a_setting_that_the_engine_refuses_is_one_sentence(folder: JobFolder) ->
 
 def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = folder.write_prompts(10, {1: "broken", 2: "broken", 4: '{"prompt_token_ids": [], "id": "row-0"}'})
+    folder.write_weights()
     assert check_job(folder.config(prompts)) == 0
 
     shown = capsys.readouterr().out
@@ -104,7 +110,27 @@ def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys
     assert "invalid_json: 2 rows, first row 1" in shown
     assert "empty_prompt: 1 rows, first row 4" in shown
     assert "1 rows repeat the id" in shown
+    assert "10 outputs in 2 parts of 8 input rows" in shown
+    assert "Unknown: no run" in shown
     assert not folder.output.exists()
+
+
+def test_check_ends_with_two_where_the_job_could_not_run(folder: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = folder.write_prompts(10)
+    with pytest.raises(UserError, match=r"^The weight file .*model\.safetensors is missing\.$") as caught:
+        check_job(folder.config(prompts))
+    assert caught.value.exit_code == 2
+    assert "10 rows checked, 0 cannot be decoded." in capsys.readouterr().out
+
+    folder.write_weights()
+    assert folder.run(prompts) == 0
+    before = sorted(path for path in folder.output.rglob("*") if path.is_file())
+    assert check_job(folder.config(prompts)) == 0
+    assert "None: every row is there." in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"other settings \(delta: 0\.1 in the run, 0\.2 now\)"):
+        check_job(folder.config(prompts, delta=0.2))
+    assert check_job(folder.config(prompts, delta=0.2, overwrite=True)) == 0
+    assert before == sorted(path for path in folder.output.rglob("*") if path.is_file())
 
 
 def test_the_same_command_resumes_and_what_may_change_may_change(folder: JobFolder) -> None:
@@ -147,3 +173,35 @@ def test_a_folder_of_something_else_is_left_alone(folder: JobFolder) -> None:
             folder.run(folder.write_prompts(3), overwrite=overwrite)
         assert caught.value.exit_code == 2
     assert [path.name for path in folder.output.iterdir()] == ["letter.txt"]
+
+
+def test_the_rows_are_pushed_at_the_end_and_a_failed_push_keeps_them(
+    folder: JobFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pushed = []
+
+    def push(store: Store, repo: str, *, public: bool) -> str:
+        pushed.append((repo, public, store.exists("README.md"), len(store.names("data"))))
+        if len(pushed) == 1:
+            raise UserError("The results are whole.", 1)
+        return "https://hub/a/b"
+
+    monkeypatch.setattr("cluster.driver.job.push", push)
+    monkeypatch.setattr("cluster.driver.commands.require_token", lambda: None)
+    prompts = folder.write_prompts(20, {3: "broken"})
+    assert folder.run(prompts, push_to_hub="a/b", max_failed=0.0) == 3
+    assert "Nothing was pushed to the hub." in capsys.readouterr().out
+    first = folder.summary()
+    with pytest.raises(UserError, match="The results are whole") as caught:
+        folder.run(prompts, push_to_hub="a/b")
+    assert caught.value.exit_code == 1
+    assert keys(folder.rows()) == [(row, 0) for row in range(20)]
+    assert folder.run(prompts, push_to_hub="a/b", hub_public=True) == 0
+    assert "Pushed to https://hub/a/b" in capsys.readouterr().out
+    assert pushed == [("a/b", False, True, 3), ("a/b", True, True, 3)]
+    # Sessions that decode nothing leave the speed and the workers of the one that did.
+    last = folder.summary()
+    assert last["workers"]
+    assert {name: last[name] for name in ("workers", "tokens_per_second", "history")} == {
+        name: first[name] for name in ("workers", "tokens_per_second", "history")
+    }

@@ -76,7 +76,7 @@ def test_interrupted_killed_and_resumed_gives_what_an_undisturbed_run_gives(
     assert keys(table) == [(row, 0) for row in range(300)]
     assert all(line.items() >= expected(line["row_id"]).items() for line in table.to_pylist())
     assert sorted(path.name for path in folder.output.iterdir()) == [
-        "data", "run.json", "shards.parquet", "stats", "summary.json",
+        "README.md", "data", "report.html", "run.json", "shards.parquet", "stats", "summary.json",
     ]  # fmt: skip
     assert not folder.leftovers
 

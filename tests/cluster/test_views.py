@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.driver.check import RowCheck, check_rows, rows_to_check
 from cluster.driver.job import ranges, worker_count
-from cluster.driver.progress import BarView, LineView, Pace, Snapshot, describe, open_view
+from cluster.driver.progress import BarView, LineView, Pace, Snapshot, WarmUp, describe, open_view
 from cluster.input.schema import carried_schema
 from cluster.input.source import open_input
 from cluster.messages import ShardRecord, WorkerState
@@ -46,6 +46,25 @@ def test_the_speed_is_that_of_the_last_five_minutes() -> None:
         tokens = 600 * min(minute, 30) + 60 * max(minute - 30, 0)
         pace.add(snapshot(output_tokens=tokens))
     assert pace.tokens_per_s == pytest.approx(1.0)
+
+
+def test_the_time_a_job_will_take_is_told_once_after_a_warm_up() -> None:
+    now = 0.0
+    warm_up = WarmUp(lambda: now)
+    said = []
+    for second in range(0, 120, 5):
+        now = float(second)
+        # The first ten seconds go into loading; 100 rows stood there from an earlier session.
+        rows = 100 + 2 * max(second - 10, 0)
+        said.append(warm_up.estimate(snapshot(rows=rows, total_rows=1300)))
+    sentence = "About 9m35s to go, by the speed of the first 20 seconds of decoding."
+    assert [line for line in said if line] == [sentence]
+
+    now = 0.0
+    warm_up = WarmUp(lambda: now)
+    for second, rows in ((0, 0), (5, 10), (30, 190)):
+        now = float(second)
+        assert warm_up.estimate(snapshot(rows=rows)) is None, "nearly done"
 
 
 def test_a_log_gets_plain_lines_and_a_terminal_a_bar() -> None:

@@ -62,8 +62,8 @@ def start(folder: JobFolder, prompts: str, **changes: Any) -> WorkerInfo | Failu
     return asyncio.run(Worker("worker-0", "node", replace(plan, **changes)).start())
 
 
-async def run_all(worker: Worker, raws: list[RawShard]) -> list[Receipt | Failure]:
-    return await asyncio.gather(*(worker.run_shard(raw, ShardTask("id")) for raw in raws))
+async def run_all(worker: Worker, raws: list[RawShard], audit: int = 0) -> list[Receipt | Failure]:
+    return await asyncio.gather(*(worker.run_shard(raw, ShardTask("id", audit=audit)) for raw in raws))
 
 
 def test_shards_run_together_and_each_gives_its_part(folder: JobFolder) -> None:

@@ -64,7 +64,7 @@ def test_public_prompts_killed_and_resumed_give_the_same_rows(
     ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    args = ["--prompts", str(prompts), "--prompt-column", "text", "--max-new-tokens", "48", "--shard-rows", "3"]
+    args = ["--prompts", str(prompts), "--prompt-column", "text", "--max-new-tokens", "32", "--shard-rows", "3"]
 
     printed = run(environment, *args, "--output", str(tmp_path / "whole"))
     assert f"Parquet: {tmp_path / 'whole' / 'data'}" in printed.splitlines()
@@ -87,9 +87,8 @@ def test_public_prompts_killed_and_resumed_give_the_same_rows(
     assert loaded["output_text"][:] == whole["output_text"].to_pylist()
 
 
-@pytest.mark.parametrize("mode", ["vanilla", "ar"])
-def test_the_other_family_and_other_modes(environment: dict[str, str], tmp_path: Path, mode: str) -> None:
-    args = ["--model", "nemotron_labs_diffusion", "--mode", mode, "--limit", "8", "--max-new-tokens", "96"]
+def test_the_other_family_and_another_mode(environment: dict[str, str], tmp_path: Path) -> None:
+    args = ["--model", "nemotron_labs_diffusion", "--mode", "ar", "--limit", "8", "--max-new-tokens", "96"]
     run(environment, *args, "--output", str(tmp_path / "out"))
     table = read(tmp_path / "out")
     right = [

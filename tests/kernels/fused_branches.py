@@ -58,7 +58,7 @@ def empty_map(branches: Branches) -> RowMap:
         poisoned(num_slots, dtype=torch.int32),
         poisoned(num_slots, size, dtype=torch.int32),
     )
-    for tensor in out.tensors_to_clear:
+    for tensor in (out.keep_ST, out.count_1, out.slot_count_S):
         tensor.zero_()
     return out
 
