@@ -72,6 +72,8 @@ def _accumulate(
     acc1 = tl.zeros((BN, PIECE1), tl.float32)
     up0 = tl.zeros((BN, BM0), tl.float32)
     up1 = tl.zeros((BN, PIECE1), tl.float32)
+    # No slice is empty. Told so, the compiler lets the products of a wide tile overlap.
+    tl.assume(k_end > k_begin)
     for o_k in tl.range(k_begin, k_end, BK, num_stages=STAGES):
         b_w = _load_tile(w, o_n, last_n, o_k, K, BN, BK, TMA, EVEN_K, EVICT)  # [BN, BK]
         b_x0 = _load_tile(x0, o_m, last_m, o_k, K, BM0, BK, TMA, EVEN_K, "")  # [BM0, BK]

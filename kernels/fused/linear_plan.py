@@ -70,14 +70,14 @@ def num_splits(N: int, K: int, dtype: torch.dtype) -> int:
     again, its parent's too: that costs more than the last few percent of the product.
     """
     if dtype == torch.float32:
-        return min(2, -(-K // SPLIT_UNIT))  # For tests alone: it splits too, so that they see what bfloat16 does.
+        return -(-K // split_width(K, 2))  # For tests alone: it splits too, so that they see what bfloat16 does.
     is_wide_output = 3072 <= N <= K < 2 * N
     wanted = 2 if is_wide_output else min(MAX_SPLITS, max(1, NUM_SMS // -(-N // 128)))
-    return min(SPLITS.get((N, K), wanted), -(-K // SPLIT_UNIT))
+    return -(-K // split_width(K, SPLITS.get((N, K), wanted)))
 
 
 def split_width(K: int, splits: int) -> int:
-    """Width of all slices of K but the last, which may be narrower or empty."""
+    """Width of all slices of K but the last, which may be narrower; not empty for what ``num_splits`` returns."""
     return -(-K // (SPLIT_UNIT * splits)) * SPLIT_UNIT
 
 

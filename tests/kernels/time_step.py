@@ -10,10 +10,12 @@ early waits for the one before, so beside its duration stands what it adds: from
 from __future__ import annotations
 
 import argparse
+import ast
 import gc
+import importlib
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -46,6 +48,19 @@ def parse_case(text: str) -> tuple[int, int, float | None]:
     return int(slots), int(drafts), float(share[0]) if share else None
 
 
+LAUNCHES = {"_project_kernel": ("qkv", "o", "gate_up", "down"), "_gate_kernel": ("qkv", "ffn")}
+"""What the launches of a kernel are for, in the order that they have in every layer."""
+
+
+def override(text: str) -> None:
+    """Sets a module's constant for this run: ``kernels.fused.linear_plan.PREFETCH=0``."""
+    name, value = text.split("=", 1)
+    module, constant = name.rsplit(".", 1)
+    found = importlib.import_module(module)
+    assert hasattr(found, constant), f"{module} has no {constant}"
+    setattr(found, constant, ast.literal_eval(value))
+
+
 def kernel_spans(step: FusedStep, restore: Callable[[], None]) -> list[tuple[str, float, float]]:
     """Name, duration and added time of every kernel of one step, in microseconds and in order."""
     restore()
@@ -56,7 +71,12 @@ def kernel_spans(step: FusedStep, restore: Callable[[], None]) -> list[tuple[str
     events = [e for e in profiled.events() if e.device_type == DeviceType.CUDA]
     spans = sorted((e.time_range.end, e.time_range.start, e.name) for e in events)
     found, before = [], spans[0][1]
+    seen: Counter[str] = Counter()
     for end, start, name in spans:
+        if purposes := LAUNCHES.get(name):
+            purpose = purposes[seen[name] % len(purposes)]
+            seen[name] += 1
+            name = f"{name} {purpose}"
         found.append((name, end - start, end - before))
         before = end
     return found
@@ -194,7 +214,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30, help="steps of a case")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which nothing new starts")
     parser.add_argument("--out", type=Path, default=None, help="JSON with every measurement")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="MODULE.CONSTANT=VALUE", help="another choice of a plan"
+    )
     options = parser.parse_args()
+    for text in options.set:
+        override(text)
     begin = time.monotonic()
 
     def time_left() -> float:

@@ -3,8 +3,9 @@
     python -m tests.kernels.tune_linear --budget 90 --out tune_linear.json
 
 Weights are rotated over copies larger than the L2 cache; a CUDA graph runs all of them, the median replay counts. One
-line a shape and number of rows, in microseconds: cuBLAS (a plain product, also for gate and up), the default plan, the
-best one with its bandwidth over the weights or its arithmetic rate. Every other time is in the JSON.
+line a shape and number of rows, in microseconds: cuBLAS (a plain product, also for gate and up) and the default plan,
+then for every number of partial sums the best plan with its bandwidth over the weights or its arithmetic rate. Every
+other time is in the JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SHAPES = {
 }
 """(N, K) by model and weight; N of gate and of up each. The first models are timed first."""
 WEIGHTS = ("gate_up", "down", "qkv", "o")
-ROOMS = {32: (32,), 288: (64, 96, 160, 288), 2304: (288, 1152, 2304)}
+ROOMS = {32: (32,), 288: (72, 96, 288), 2304: (288, 576, 1152, 2304)}
 """Rows to time by the room of the buffers, which decides among plans."""
 ROTATED_BYTES = 200e6
 BF16 = torch.bfloat16
@@ -66,24 +67,26 @@ class Record:
 
 def candidates(room: int, gated: bool) -> list[Candidate]:
     """Plans worth a try; the default of ``linear_plan.plan`` need not be among them."""
-    low, all_heights = (32, 64, 80, 96, 128, 144, 160), (32, 64, 96, 128, 160, 192, 256, 288)
+    low = (32, 64, 80, 96, 128, 144, 160)
     few = Plan(heights=low, tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=True)
     if room == 32:
         base = replace(few, heights=(32,))
-        tiles = [base, replace(base, tile_k=128), replace(base, shared=72 * 1024), replace(base, tma=False)]
+        tiles = [base, replace(base, tile_k=128), replace(base, tile_k=128, shared=FULL)]
         early = [replace(t, prefetch=size << 20) for t in tiles[:2] for size in (4, 8, 16)]
         return [Candidate(t, gated) for t in tiles + early]
     if room == 288:
         wide = replace(few, tile_n=128, num_warps=8, shared=FULL if gated else HALF)
-        high = replace(few, tile_n=64 if gated else 128, heights=all_heights, num_warps=8, shared=FULL)
-        even = replace(few, heights=(32, 64, 96, 128, 160))
-        return [Candidate(t, gated) for t in (few, even, replace(few, prefetch=8 << 20), wide, high)]
+        tiles = [few, replace(few, shared=FULL), wide, replace(wide, heights=(32, 64, 96, 128), shared=FULL)]
+        return [Candidate(t, gated) for t in (*tiles, replace(few, prefetch=8 << 20))]
     base = Plan(heights=(64, 128, 192, 256), tile_n=64, tile_k=64, num_warps=8, shared=FULL, tma=True)
     square = replace(base, heights=(64, 96, 128), shared=HALF)
+    wide = replace(square, tile_n=128)
     if gated:
-        tiles = [base, square, few, replace(base, tile_n=128, heights=(64, 128))]
+        tiles = [base, replace(base, heights=(64, 128, 192)), square, few, replace(wide, shared=FULL)]
         return [Candidate(t, True) for t in tiles]
-    return [Candidate(t, False, True) for t in (base, few, square)] + [Candidate(replace(square, tile_n=128), False)]
+    tiles = [base, few, wide, replace(wide, shared=FULL), replace(wide, heights=(64, 128, 192), shared=FULL)]
+    tall = replace(wide, heights=(64, 128, 256), shared=FULL)
+    return [Candidate(t, False, True) for t in tiles] + [Candidate(t, False) for t in (*tiles, tall)]
 
 
 def default_of(N: int, K: int, room: int, gated: bool) -> Candidate:
@@ -184,13 +187,14 @@ def replay_us(run: Callable[[], None]) -> float:
 
 
 def split_choices(candidate: Candidate, N: int, K: int, room: int) -> list[int]:
-    """The default first; for few rows also half and twice as many partial sums."""
+    """The default first, then fewer partial sums."""
     default = num_splits(N, K, BF16)
     if candidate.gated:
         return [1]
-    if room > 288:
-        return [default]
-    return list(dict.fromkeys([default, max(1, default // 2), min(8, 2 * default)]))
+    fewer = [splits for splits in (3, 2, 1) if splits < default]
+    if candidate.sequential:
+        return [splits for splits in (default, *fewer) if splits > 1]
+    return [1] if room > 288 else [default, *fewer]
 
 
 def time_shape(N: int, K: int, gated: bool, room: int, usable: set[Candidate]) -> Iterator[Record]:
@@ -216,11 +220,12 @@ def summary(title: str, weight_bytes: int, records: list[Record]) -> str:
     for rows, group in itertools.groupby(records, key=lambda record: record.rows):
         cublas, *ours = group
         if ours:
-            best = min(ours, key=lambda record: record.us)
-            rate = weight_bytes / best.us / 1e6
-            speed = f"{rate:.2f} TB/s" if rows <= 288 else f"{rate * rows:.0f} TFLOP/s"
-            times = f"{cublas.us:6.1f} {ours[0].us:6.1f} {best.us:6.1f}"
-            lines.append(f"{title:12} {rows:4} {times} {speed} {best.plan} s{best.splits}")
+            lines.append(f"{title:12} {rows:4} {cublas.us:6.1f} {ours[0].us:6.1f}")
+            for splits, plans in itertools.groupby(sorted(ours, key=lambda r: r.splits), key=lambda r: r.splits):
+                best = min(plans, key=lambda record: record.us)
+                rate = weight_bytes / best.us / 1e6
+                speed = f"{rate:.2f} TB/s" if rows <= 288 else f"{rate * rows:.0f} TFLOP/s"
+                lines.append(f"{'':18} s{splits} {best.us:6.1f} {speed} {best.plan}")
     return "\n".join(lines)
 
 
@@ -228,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=90, help="seconds, compilation included")
     parser.add_argument("--out", type=Path, default=None, help="JSON with every measurement")
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -244,10 +250,10 @@ def main() -> None:
     changed = {f"{c.name} gated={c.gated}": changed_bits(c) for c in found if c in usable}
     bad = {name: calls for name, calls in changed.items() if calls}
     print(f"BITS DIFFER: {bad}" if bad else "no plan changes a bit")
-    print(f"{'':12} rows cuBLAS default best, after {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"{'':12} rows cuBLAS default, after {time.monotonic() - begin:.0f} s", flush=True)
 
     records = []
-    for model, room, name in itertools.product(SHAPES, ROOMS, WEIGHTS):
+    for model, room, name in itertools.product(options.models, ROOMS, WEIGHTS):
         if time.monotonic() - begin > options.budget:
             print(f"out of time at {model}")
             break
