@@ -33,8 +33,7 @@ from specfold import ConfigError, DecodeConfig, Engine, ModelError, reference_mo
 from specfold.backends.select import check_backend  # noqa: E402
 from specfold.benchmark.decoding import compare, read_questions  # noqa: E402
 from specfold.benchmark.report import make_part, plot_steps, print_tables, read_parts  # noqa: E402
-from specfold.benchmark.shapes import SHAPES, random_engine  # noqa: E402
-from specfold.benchmark.throughput import measure_throughput  # noqa: E402
+from specfold.benchmark.shapes import OFFICIAL_TOKENS_PER_S, SHAPES, random_engine  # noqa: E402
 from specfold.enlarge import Growth, enlarge  # noqa: E402
 
 SIZES = {
@@ -99,8 +98,8 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
                 for fold in (None, args.fold) if drafts else (None,):
                     if time.monotonic() > deadline:
                         break
-                    cost = measure_step(engine, batch, drafts, fold, args.prompt_len, args.repeats).to_dict()
-                    records.append({"shape": shape} | cost)
+                    cost = measure_step(engine, batch, drafts, fold, args.prompt_len, args.repeats, args.masks_left)
+                    records.append({"shape": shape} | cost.to_dict())
                     print(json.dumps(records[-1]), file=sys.stderr, flush=True)
                     _free_memory(args.device)
         del engine
@@ -110,13 +109,26 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
 
 def bench_throughput(args: argparse.Namespace) -> dict[str, Any]:
     """Rows from prompt to last token at the shapes of real checkpoints."""
+    from specfold.benchmark.throughput import measure_throughput  # Needs Triton, too.
+
+    deadline = time.monotonic() + args.seconds
     records = []
     for shape in args.shape:
+        if time.monotonic() > deadline:
+            break
         engine = _random_engine(shape, args)
         for batch in args.batch_size:
+            if time.monotonic() > deadline:
+                break
             config = DecodeConfig(mode=args.mode, drafts=args.drafts, max_new_tokens=args.max_new_tokens)
             result = measure_throughput(engine, config, batch, args.rounds, args.prompt_len)
-            records.append({"shape": shape} | result.to_dict())
+            official = OFFICIAL_TOKENS_PER_S[shape] if args.mode == "vanilla" and batch == 1 else None
+            records.append(
+                {"shape": shape}
+                | result.to_dict()
+                | {"over_official": official and round(result.tokens_per_s / official, 2)}
+            )
+            print(json.dumps(records[-1]), file=sys.stderr, flush=True)
             _free_memory(args.device)
         del engine
         _free_memory(args.device)
@@ -161,6 +173,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     step.add_argument("--batch-size", type=positive, nargs="+", default=[1, 4, 16, 64])
     step.add_argument("--drafts", type=int, nargs="+", default=[0, 2, 4, 6, 8])
     step.add_argument("--fold", type=share, default=0.85, help="share of draft positions made to fold (0.85)")
+    step.add_argument("--masks-left", type=positive, help="masks of each block (default: half of it, the mean)")
     step.add_argument("--prompt-len", type=positive, default=500)
     step.add_argument("--repeats", type=positive, default=30)
     step.add_argument("--seconds", type=float, default=1e9, help="start no further measurement after this time")
@@ -171,6 +184,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     throughput.add_argument("--drafts", type=int, default=8)
     throughput.add_argument("--batch-size", type=positive, nargs="+", default=[1])
     throughput.add_argument("--rounds", type=positive, default=3, help="batches that are timed (3)")
+    throughput.add_argument("--seconds", type=float, default=1e9, help="start no further measurement after this time")
     throughput.add_argument("--prompt-len", type=positive, default=500)
     throughput.add_argument("--max-new-tokens", type=positive, default=64)
 

@@ -23,9 +23,6 @@ from specfold.engine import Engine
 from specfold.forward import Folding
 from specfold.request import Request
 
-WARM_STEPS = 2
-"""Steps after which every slot has a distribution to draft from."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -40,6 +37,8 @@ class StepCost:
     """Distance of the quartiles."""
     floor_ms: float
     """Every weight read once."""
+    masks_left: int
+    """Masks of each row's block: what the LM head computes follows from them."""
     positions: int
     """Positions of all computed branches."""
     qkv_rows: float
@@ -51,10 +50,17 @@ class StepCost:
 
 
 def measure_step(
-    engine: Engine, batch_size: int, drafts: int, fold_share: float | None, prompt_len: int, repeats: int
+    engine: Engine,
+    batch_size: int,
+    drafts: int,
+    fold_share: float | None,
+    prompt_len: int,
+    repeats: int,
+    masks_left: int | None = None,
 ) -> StepCost:
     """Times steps as ``ready_step`` gives them, always from the same state."""
-    step = ready_step(engine, batch_size, drafts, fold_share, prompt_len)
+    step = ready_step(engine, batch_size, drafts, fold_share, prompt_len, masks_left)
+    masks = int((step.slots.state_ST[0] == engine.mask_token_id).sum())
     times = time_steps(step, repeats, engine.device)
     rows = rows_of_step(step, engine.info.spec.num_layers)
     quartiles = statistics.quantiles(times, n=4)
@@ -65,16 +71,24 @@ def measure_step(
         step_ms=statistics.median(times),
         spread_ms=quartiles[2] - quartiles[0],
         floor_ms=1e3 * weight_floor_s(engine.model),
+        masks_left=masks,
         positions=rows[0],
         qkv_rows=rows[1],
         ffn_rows=rows[2],
     )
 
 
-def ready_step(engine: Engine, batch_size: int, drafts: int, fold_share: float | None, prompt_len: int) -> FusedStep:
+def ready_step(
+    engine: Engine,
+    batch_size: int,
+    drafts: int,
+    fold_share: float | None,
+    prompt_len: int,
+    masks_left: int | None = None,
+) -> FusedStep:
     """The step of ``batch_size`` samples of one random prompt, inside their first blocks.
 
-    ``fold_share`` forces a pattern: each draft recomputes a window of positions, as if round a token just unmasked.
+    ``masks_left`` in each block, by default half of it, which is a block's mean. ``fold_share`` forces a pattern: each draft recomputes a window of positions, as if round a token just unmasked.
     """
     mode: Mode = "vanilla" if not drafts else "spiffy" if fold_share is None else "specfold"
     config = DecodeConfig(mode=mode, drafts=drafts, max_new_tokens=96)
@@ -89,9 +103,19 @@ def ready_step(engine: Engine, batch_size: int, drafts: int, fold_share: float |
         decoder.admit(Request(prompt, sample_id=sample))
     while not all(row is not None and row.opened for row in decoder.rows):
         decoder.prepare()
-    for _ in range(WARM_STEPS):
-        decoder.decode()
+    wanted = engine.info.spec.block_size // 2 if masks_left is None else masks_left
+    decoder.decode()
+    # The next step unmasks one more, and leaves a distribution to draft from.
+    fill_blocks(step.slots.state_ST, engine.mask_token_id, wanted + 1)
+    decoder.decode()
     return step
+
+
+def fill_blocks(state_ST: torch.Tensor, mask_id: int, masks_left: int) -> None:
+    """Puts some token in place of the first masks of each block, so that ``masks_left`` stay."""
+    masked_ST = state_ST == mask_id
+    after_ST = masked_ST.flip(1).cumsum(1).flip(1)
+    state_ST[masked_ST & (after_ST > masks_left)] = 0
 
 
 def force_folding(step: FusedStep, share: float) -> None:

@@ -58,6 +58,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """config.json entries of the five checkpoints of the SpecFold paper; contexts are cut, they decide memory only."""
 
+OFFICIAL_TOKENS_PER_S = {
+    "fast-dllm-v2-1.5b": 49.0,
+    "nemotron-3b": 45.0,
+    "fast-dllm-v2-7b": 51.0,
+    "nemotron-8b": 36.0,
+    "nemotron-14b": 29.0,
+}
+"""The checkpoints' own decoders on an H200: random bfloat16 weights, one row, a 500-token prompt, 64 new tokens, one
+token a step (transformers 4.53 and 4.57)."""
+
 PEAK_BYTES_PER_S = 4.3e12
 """Measured copy bandwidth of an H200; an H100's is about 3."""
 

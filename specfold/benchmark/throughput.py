@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from specfold.backends.fused_step import FusedStep
 from specfold.config import DecodeConfig
 from specfold.engine import Engine
 from specfold.request import Request
 from specfold.stats import DecodeStats
+
+StepEvents = list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,12 @@ class Throughput:
     forwards_per_row: float
     ms_per_forward: float
     """Wall time over the forwards that one slot took part in, prefill included."""
+    step_ms: float | None
+    """Mean time of a step on the GPU, from its first kernel to its last."""
+    efficiency: float | None
+    """Tokens/s over what steps alone would give: 1 without prefill, waiting and empty slots."""
+    idle_us: float | None
+    """Median time between the end of a step and the start of the next one, in which the GPU also copies the result."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(self).items()}
@@ -41,22 +53,60 @@ def measure_throughput(
     prompts = torch.randint(0, engine.vocab_size - 4, (num_rows, prompt_len), generator=generator).tolist()
     requests = (Request(prompt, row_id=i) for i, prompt in enumerate(prompts))
     stats, tokens, counted, start = DecodeStats(), 0, 0, 0.0
-    for number, completion in enumerate(engine.stream(requests, config, batch_size), 1):
-        if number > batch_size:
-            stats.add(completion.stats)
-            tokens += len(completion.token_ids)
-            counted += 1
-        elif number == batch_size:
-            start = time.perf_counter()
-    seconds = time.perf_counter() - start
+    with timed_steps(engine.device) as events:
+        for number, completion in enumerate(engine.stream(requests, config, batch_size), 1):
+            if number > batch_size:
+                stats.add(completion.stats)
+                tokens += len(completion.token_ids)
+                counted += 1
+            elif number == batch_size:
+                start = time.perf_counter()
+                events.clear()
+        seconds = time.perf_counter() - start
     forwards = stats.num_forwards / counted
+    step_ms, idle_us = mean_step(events)
+    per_forward = tokens / stats.num_forwards
     return Throughput(
         mode=config.mode,
         batch_size=batch_size,
         drafts=config.num_drafts,
         rows=counted,
         tokens_per_s=tokens / seconds,
-        tokens_per_forward=tokens / stats.num_forwards,
+        tokens_per_forward=per_forward,
         forwards_per_row=forwards,
         ms_per_forward=1e3 * seconds * batch_size / stats.num_forwards,
+        step_ms=step_ms,
+        efficiency=tokens / seconds / (batch_size * per_forward / (1e-3 * step_ms)) if step_ms else None,
+        idle_us=idle_us,
     )
+
+
+@contextmanager
+def timed_steps(device: torch.device) -> Iterator[StepEvents]:
+    """Start and end of every step of the fused backend; none without a GPU."""
+    events: StepEvents = []
+    run = FusedStep.run
+
+    def timed(step: FusedStep, sampled: bool, limited: bool) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run(step, sampled, limited)
+        end.record()
+        events.append((start, end))
+
+    if device.type == "cuda":
+        FusedStep.run = timed  # type: ignore[method-assign]
+    try:
+        yield events
+    finally:
+        FusedStep.run = run  # type: ignore[method-assign]
+
+
+def mean_step(events: StepEvents) -> tuple[float | None, float | None]:
+    """Mean milliseconds of a step, and median microseconds between two that follow one another."""
+    if len(events) < 2:
+        return None, None
+    torch.cuda.synchronize()
+    steps = [start.elapsed_time(end) for start, end in events]
+    gaps = [1e3 * a[1].elapsed_time(b[0]) for a, b in zip(events, events[1:], strict=False)]
+    return statistics.fmean(steps), statistics.median(gaps)
