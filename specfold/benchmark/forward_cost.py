@@ -88,7 +88,8 @@ def ready_step(
 ) -> FusedStep:
     """The step of ``batch_size`` samples of one random prompt, inside their first blocks.
 
-    ``masks_left`` in each block, by default half of it, which is a block's mean. ``fold_share`` forces a pattern: each draft recomputes a window of positions, as if round a token just unmasked.
+    ``masks_left`` in each block, by default half of it, which is a block's mean. ``fold_share`` forces a pattern: each
+    draft recomputes a window of positions, as if round a token just unmasked.
     """
     mode: Mode = "vanilla" if not drafts else "spiffy" if fold_share is None else "specfold"
     config = DecodeConfig(mode=mode, drafts=drafts, max_new_tokens=96)

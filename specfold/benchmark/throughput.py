@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -95,11 +96,11 @@ def timed_steps(device: torch.device) -> Iterator[StepEvents]:
         events.append((start, end))
 
     if device.type == "cuda":
-        FusedStep.run = timed  # type: ignore[method-assign]
+        setattr(FusedStep, "run", timed)  # noqa: B010
     try:
         yield events
     finally:
-        FusedStep.run = run  # type: ignore[method-assign]
+        setattr(FusedStep, "run", run)  # noqa: B010
 
 
 def mean_step(events: StepEvents) -> tuple[float | None, float | None]:
@@ -108,5 +109,5 @@ def mean_step(events: StepEvents) -> tuple[float | None, float | None]:
         return None, None
     torch.cuda.synchronize()
     steps = [start.elapsed_time(end) for start, end in events]
-    gaps = [1e3 * a[1].elapsed_time(b[0]) for a, b in zip(events, events[1:], strict=False)]
+    gaps = [1e3 * a[1].elapsed_time(b[0]) for a, b in pairwise(events)]
     return statistics.fmean(steps), statistics.median(gaps)

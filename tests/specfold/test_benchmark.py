@@ -28,7 +28,7 @@ def test_a_folded_step_computes_the_forced_share_of_rows(engine: Engine) -> None
     assert dense.positions == dense.qkv_rows == dense.ffn_rows == 2 * 3 * block
     assert folded.positions == dense.positions
     assert folded.qkv_rows == folded.ffn_rows == 2 * block + 4 * block // 4
-    assert 0 < folded.step_ms
+    assert folded.step_ms > 0
 
 
 def test_masks_left_are_those_at_the_end_of_the_block() -> None:
