@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernels.fused.launch import early, overlapped, wait_for_inputs
 from kernels.fused.layout import FINAL, Branches, RowMap
-from kernels.fused.prefix_state import PrefixState, cut_prefix, padded_width
+from kernels.fused.prefix_state import MAX_BLOCK_TILES, PrefixState, cut_prefix, padded_width
 from kernels.fused.residual import highest_bit
 from kernels.fused.softmax import add_keys, merge_keys, no_keys
 
@@ -52,35 +52,27 @@ def _load_state(p_m, p_l, p_acc, o_state, b_states, i_c, stride, D: tl.constexpr
 
 @triton.jit
 def _add_states(
-    b_m, b_l, b_acc, p_m, p_l, p_acc, o_state, b_states, i_c, stride,
-    COUNT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Merges the states of COUNT more chunks, at most four; all of them are on their way at a time."""
-    m_0, l_0, acc_0 = _load_state(p_m, p_l, p_acc, o_state, b_states, i_c, stride, D, BD)
-    m_1, l_1, acc_1 = _load_state(p_m, p_l, p_acc, o_state, b_states, i_c + 1, stride, D, BD)
-    m_2, l_2, acc_2 = _load_state(p_m, p_l, p_acc, o_state, b_states, i_c + 2, stride, D, BD)
-    b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, m_0, l_0, acc_0)
-    if COUNT > 3:
-        m_3, l_3, acc_3 = _load_state(p_m, p_l, p_acc, o_state, b_states, i_c + 3, stride, D, BD)
-    b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, m_1, l_1, acc_1)
-    b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, m_2, l_2, acc_2)
-    if COUNT > 3:
-        b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, m_3, l_3, acc_3)
+    b_m, b_l, b_acc, p_m, p_l, p_acc, o_state, b_states, num_states, stride, D: tl.constexpr, BD: tl.constexpr
+):
+    """Merges the states of the chunks from the fourth on, two at a time on their way."""
+    for i_c in range(4, num_states, 2):
+        m_0, l_0, acc_0 = _load_state(p_m, p_l, p_acc, o_state, b_states, i_c, stride, D, BD)
+        m_1, l_1, acc_1 = _load_state(p_m, p_l, p_acc, o_state, b_states, i_c + 1, stride, D, BD)
+        b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, m_0, l_0, acc_0)
+        b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, m_1, l_1, acc_1)
     return b_m, b_l, b_acc
 
 
 @triton.jit
-def _prefix_states(
-    p_m, p_l, p_acc, o_state, b_states, num_states, stride, STATES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-):
-    """The states of all chunks merged in ascending order; where there is none, one that adds nothing."""
-    b_m, b_l, b_acc = _load_state(p_m, p_l, p_acc, o_state, b_states, 0, stride, D, BD)
-    b_m = tl.maximum(b_m, -1e30)  # Below any score, yet finite: merging nothing with nothing would give NaN.
-    if STATES > 1:
-        b_m, b_l, b_acc = _add_states(b_m, b_l, b_acc, p_m, p_l, p_acc, o_state, b_states, 1, stride, 3, D, BD)
-        for i_c in range(4, num_states, 4):
-            b_m, b_l, b_acc = _add_states(b_m, b_l, b_acc, p_m, p_l, p_acc, o_state, b_states, i_c, stride, 4, D, BD)
-    return b_m, b_l, b_acc
+def _load_keys(p_k, p_v, b_row, inside, i_g, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, CACHE: tl.constexpr):
+    """Keys and values of these rows."""
+    o_d = tl.arange(0, BD)
+    o_kv = b_row[:, None] * (G * D) + (i_g * D + o_d)[None, :]
+    mask = inside[:, None]
+    if D < BD:
+        mask = mask & (o_d < D)[None, :]
+    b_k = tl.load(p_k + o_kv, mask=mask, other=0.0, cache_modifier=CACHE)  # [BN, BD]
+    return b_k, tl.load(p_v + o_kv, mask=mask, other=0.0, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -90,7 +82,8 @@ def _block_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr, T: tl.constexpr, UNIT: tl.constexpr,
     FINAL_KIND: tl.constexpr, LIMITED: tl.constexpr, ONE_SLOT: tl.constexpr, STATES: tl.constexpr,
     PREFIX_BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    KEYS_A_TILE: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     i_g, i_m, i_a = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1)
     GROUP: tl.constexpr = H // G
@@ -114,49 +107,72 @@ def _block_kernel(
     length = T
     if LIMITED:
         length = tl.minimum(tl.load(p_length + i_s, cache_modifier=CACHE), T).to(tl.int32)
-    _, num_states = cut_prefix(num_queries, start, num_slots, G, PREFIX_BM, CHUNKS, CHUNK, SPLIT_TILES)
-
-    o_m = i_m * BM + tl.arange(0, BM)
-    o_t, o_u, o_d = o_m // GROUP, tl.arange(0, BN), tl.arange(0, BD)
-    valid = o_t < length
-    mask = valid[:, None]
-    if D < BD:
-        mask = mask & (o_d < D)[None, :]
-    b_source = _source_rows(p_keep, p_row, ancestors, i_s, o_t, valid, B, T, CACHE)
-    o_h = i_g * GROUP + o_m % GROUP
-    b_q = tl.load(
-        p_q + ((b_source * H + o_h) * D)[:, None] + o_d[None, :], mask=mask, other=0.0, cache_modifier=CACHE
-    )  # [BM, BD]
-
-    # No query of the tile sees a key from `end` on. All see key 0, so m is finite after the first tile.
-    b_m, b_l, b_acc = no_keys(BM, BD)
-    end = length
+    _, num_states = cut_prefix(num_queries, start, num_slots, G, PREFIX_BM, CHUNKS, CHUNK, SPLIT_TILES, KEYS_A_TILE)
+    is_final = True
     if UNIT < T:
         is_final = tl.load(p_kind + i_s * B + i_b, cache_modifier=CACHE) == FINAL_KIND
-        end = tl.minimum(tl.where(is_final, ((i_m * BM + BM - 1) // GROUP // UNIT + 1) * UNIT, T), length)
-    for _ in range(0, end if T > BN else 1, BN):
-        inside = o_u < length
-        b_row = _source_rows(p_keep, p_row, ancestors, i_s, o_u, inside, B, T, CACHE)
-        o_kv = b_row[:, None] * (G * D) + (i_g * D + o_d)[None, :]
-        mask_kv = inside[:, None]
+
+    o_u, o_d = tl.arange(0, BN), tl.arange(0, BD)
+    inside = o_u < length
+    b_row = _source_rows(p_keep, p_row, ancestors, i_s, o_u, inside, B, T, CACHE)
+    b_k, b_v = _load_keys(p_k, p_v, b_row, inside, i_g, G, D, BD, CACHE)
+    for i in range(TILES):
+        o_m = (i_m * TILES + i) * BM + tl.arange(0, BM)
+        o_t = o_m // GROUP
+        valid = o_t < length
+        mask = valid[:, None]
         if D < BD:
-            mask_kv = mask_kv & (o_d < D)[None, :]
-        b_k = tl.load(p_k + o_kv, mask=mask_kv, other=0.0, cache_modifier=CACHE)  # [BN, BD]
-        b_v = tl.load(p_v + o_kv, mask=mask_kv, other=0.0, cache_modifier=CACHE)
+            mask = mask & (o_d < D)[None, :]
+        b_source = _source_rows(p_keep, p_row, ancestors, i_s, o_t, valid, B, T, CACHE)
+        o_h = i_g * GROUP + o_m % GROUP
+        o_q = (b_source * H + o_h) * D
+        b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=mask, other=0.0, cache_modifier=CACHE)  # [BM, BD]
+        if EARLY:
+            wait_for_inputs(OVERLAP)
+        # On their way while the block is attended.
+        o_state = (i_g * num_rows + b_source) * GROUP + o_m % GROUP
+        b_states, stride = tl.where(valid, num_states, 0), num_rows * H
+        m_p, l_p, acc_p = _load_state(p_m, p_l, p_acc, o_state, b_states, 0, stride, D, BD)
+        if STATES > 1:
+            m_1, l_1, acc_1 = _load_state(p_m, p_l, p_acc, o_state, b_states, 1, stride, D, BD)
+            m_2, l_2, acc_2 = _load_state(p_m, p_l, p_acc, o_state, b_states, 2, stride, D, BD)
+            m_3, l_3, acc_3 = _load_state(p_m, p_l, p_acc, o_state, b_states, 3, stride, D, BD)
+
+        # All queries see key 0, so m is finite after the first tile of keys.
         visible = inside[None, :]
         if UNIT < T:
-            visible &= ((o_u // UNIT)[None, :] <= (o_t // UNIT)[:, None]) | (is_final == 0)
+            visible = visible & (((o_u // UNIT)[None, :] <= (o_t // UNIT)[:, None]) | (is_final == 0))
+        b_m, b_l, b_acc = no_keys(BM, BD)
         b_m, b_l, b_acc = add_keys(b_q, b_k, b_v, visible, b_m, b_l, b_acc, scale_log2)
-        o_u += BN
-    if EARLY:
-        wait_for_inputs(OVERLAP)
-    b_states = tl.where(valid, num_states, 0)
-    o_state = (i_g * num_rows + b_source) * GROUP + o_m % GROUP
-    b_m_p, b_l_p, b_acc_p = _prefix_states(p_m, p_l, p_acc, o_state, b_states, num_states, num_rows * H, STATES, D, BD)
-    b_m, b_l, b_acc = merge_keys(b_m_p, b_l_p, b_acc_p, b_m, b_l, b_acc)
-    o_out = ((i_a * T + o_t) * H + o_h) * D
-    b_out = b_acc * (1.0 / b_l)[:, None]
-    tl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
+        if T > BN:
+            # No query of the tile sees a key from `end` on.
+            end = length
+            if UNIT < T:
+                last_t = ((i_m * TILES + i) * BM + BM - 1) // GROUP
+                end = tl.minimum(tl.where(is_final, (last_t // UNIT + 1) * UNIT, T), length)
+            for first in range(BN, end, BN):
+                o_next = first + o_u
+                inside_next = o_next < length
+                b_row = _source_rows(p_keep, p_row, ancestors, i_s, o_next, inside_next, B, T, CACHE)
+                b_k_next, b_v_next = _load_keys(p_k, p_v, b_row, inside_next, i_g, G, D, BD, CACHE)
+                visible = inside_next[None, :]
+                if UNIT < T:
+                    visible = visible & (((o_next // UNIT)[None, :] <= (o_t // UNIT)[:, None]) | (is_final == 0))
+                b_m, b_l, b_acc = add_keys(b_q, b_k_next, b_v_next, visible, b_m, b_l, b_acc, scale_log2)
+
+        # The chunks in ascending order, then the block; where there is no chunk, a state that adds nothing.
+        m_p = tl.maximum(m_p, -1e30)  # Below any score, yet finite: merging nothing with nothing would give NaN.
+        if STATES > 1:
+            m_p, l_p, acc_p = merge_keys(m_p, l_p, acc_p, m_1, l_1, acc_1)
+            m_p, l_p, acc_p = merge_keys(m_p, l_p, acc_p, m_2, l_2, acc_2)
+            m_p, l_p, acc_p = merge_keys(m_p, l_p, acc_p, m_3, l_3, acc_3)
+            m_p, l_p, acc_p = _add_states(
+                m_p, l_p, acc_p, p_m, p_l, p_acc, o_state, b_states, num_states, stride, D, BD
+            )
+        b_m, b_l, b_acc = merge_keys(m_p, l_p, acc_p, b_m, b_l, b_acc)
+        o_out = ((i_a * T + o_t) * H + o_h) * D
+        b_out = b_acc * (1.0 / b_l)[:, None]
+        tl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
 
 
 def block_attention(
@@ -185,8 +201,13 @@ def block_attention(
     assert all(x.is_contiguous() for x in tensors), "the kernel takes contiguous tensors"
     plan = state.plan
     assert out_NX.numel() < 2**31, "the kernel counts elements in 32 bits"
+    room = branches.slot_A.shape[0]
     tiles = triton.cdiv(block * (num_heads // num_kv), plan.block_query_tile)
-    _block_kernel[(num_kv * tiles, branches.slot_A.shape[0])](
+    several = 1
+    if block <= KEY_TILE:
+        while several < MAX_BLOCK_TILES and 2 * several * plan.block_programs <= num_kv * tiles * room:
+            several *= 2
+    _block_kernel[(num_kv * triton.cdiv(tiles, several), room)](
         q_RHD,
         k_RGD,
         v_RGD,
@@ -221,10 +242,13 @@ def block_attention(
         CHUNKS=plan.max_chunks,
         CHUNK=plan.min_chunk,
         SPLIT_TILES=state.split_tiles,
+        KEYS_A_TILE=plan.keys_a_tile,
+        TILES=several,
         BM=plan.block_query_tile,
         BN=min(KEY_TILE, max(16, triton.next_power_of_2(block))),
         BD=padded_width(head_dim),
         num_warps=plan.block_warps,
+        **({"maxnreg": plan.block_registers} if plan.block_registers else {}),
         num_stages=1,
         **early(q_RHD),
         **overlapped(q_RHD),

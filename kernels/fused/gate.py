@@ -26,8 +26,9 @@ from kernels.fused.residual import (
 from kernels.norm import rms_norm
 
 _DENOISE = tl.constexpr(DENOISE)
-MAX_REGISTERS = 64
-"""A thread's in programs of 512: two fit on a multiprocessor, and so nearly all positions of nine branches at once."""
+MAX_REGISTERS: int | None = 80
+"""A thread's where there are several branches and rows are wide: three programs of 256 threads fit on a multiprocessor,
+and so all positions of nine branches at once."""
 MAX_EAGER = 320
 """Up to this room positions are read before it is known whether they are there: few are not."""
 
@@ -111,10 +112,10 @@ def gate_rows(
         TESTS=folds and (inherit is None or retest),
         ONE_SLOT=num_slots == 1,
         ONE_BRANCH=num_branches == 1,
-        EAGER=num_branches == 1 and not by_token and num_positions <= MAX_EAGER,
+        EAGER=not by_token and num_positions <= MAX_EAGER,
         **early(source_XE),
         **config,
-        **({"maxnreg": MAX_REGISTERS} if config["num_warps"] >= 16 else {}),
+        **({"maxnreg": MAX_REGISTERS} if MAX_REGISTERS and num_branches > 1 and config["num_warps"] >= 8 else {}),
         **overlapped(source_XE),
     )
 
@@ -172,7 +173,9 @@ def _gate_kernel(
     dtype: tl.constexpr = p_stream.dtype.element_ty
     o_e = tl.arange(0, BE)
     m_e = o_e < E
-    b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
+    # One branch: while the kernel before still runs. Several: late, where registers limit what is on its way at once.
+    if ONE_BRANCH:
+        b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
     if not EARLY:
         wait_for_inputs(OVERLAP)
     num_live = tl.load(p_num_live, cache_modifier=CACHE)
@@ -245,6 +248,8 @@ def _gate_kernel(
                     p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_slot, i_branch, i_t,
                     num_live, num_branches, num_slot_rows, T, IN_PLACE, ONE_SLOT,
                 )  # fmt: skip
+                if not ONE_BRANCH:
+                    b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
                 b_normed = rms_norm_row(b_x, b_weight, eps, p_normed.dtype.element_ty, E)
                 tl.store(p_normed + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)
     if EARLY:

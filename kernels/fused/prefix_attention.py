@@ -35,15 +35,26 @@ def _pages(p_pages, start, last, W: tl.constexpr, BN: tl.constexpr, CACHE: tl.co
 
 
 @triton.jit
-def _add_chunk(
-    b_q, p_k, p_v, p_pages, page_0, page_1, i_g, first, last, scale_log2,
+def _walk(
+    b_q, p_k, p_v, p_pages, i_g, first, last, chunk, scale_log2,
     G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    CACHE: tl.constexpr,
+    ONE_CHUNK: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """State over the keys first <= j < last, which are not none; the pages are those of the first tile."""
+    """State over the keys first <= j < last, which are not none: that of each chunk, merged in ascending order.
+
+    One loop over all tiles of keys: with a loop a chunk the first tile of each would be waited for.
+    """
     o_n, o_d = tl.arange(0, BN), tl.arange(0, BD)
     b_m, b_l, b_acc = no_keys(BM, BD)
+    b_m_all, b_l_all, b_acc_all = no_keys(BM, BD)
+    page_0, page_1 = _pages(p_pages, first, last, W, BN, CACHE)
+    end = first + chunk
     for start in range(first, last, BN):
+        if not ONE_CHUNK:  # noqa: SIM102
+            if start == end:
+                b_m_all, b_l_all, b_acc_all = merge_keys(b_m_all, b_l_all, b_acc_all, b_m, b_l, b_acc)
+                b_m, b_l, b_acc = no_keys(BM, BD)
+                end += chunk
         # The pages of the next tile: their numbers are there when its keys are asked for.
         next_0, next_1 = _pages(p_pages, start + BN, last, W, BN, CACHE)
         inside = o_n < last - start
@@ -57,6 +68,8 @@ def _add_chunk(
         b_v = tl.load(p_v + o_kv, mask=mask, other=0.0)
         b_m, b_l, b_acc = add_keys(b_q, b_k, b_v, inside[None, :], b_m, b_l, b_acc, scale_log2)
         page_0, page_1 = next_0, next_1
+    if not ONE_CHUNK:
+        b_m, b_l, b_acc = merge_keys(b_m_all, b_l_all, b_acc_all, b_m, b_l, b_acc)
     return b_m, b_l, b_acc
 
 
@@ -65,8 +78,8 @@ def _prefix_kernel(
     p_q, p_k, p_v, p_m, p_l, p_acc, p_slot_rows, p_slot_count, p_page_table, p_prefix_len, scale_log2,
     num_slots, room, num_pages, num_rows,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT_TILES: tl.constexpr, ONE_CHUNK: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, KEYS_A_TILE: tl.constexpr, ONE_CHUNK: tl.constexpr, BS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = H // G
     # Before the wait the first-level cache may hold what was there before.
@@ -77,13 +90,13 @@ def _prefix_kernel(
     if BS == 1:
         num_queries = tl.load(p_slot_count, cache_modifier=CACHE) * GROUP
         length = tl.load(p_prefix_len, cache_modifier=CACHE).to(tl.int32)
-        chunk, num_states = cut_prefix(num_queries, length, 1, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
+        chunk, num_states = cut_prefix(num_queries, length, 1, G, BM, CHUNKS, CHUNK, SPLIT_TILES, KEYS_A_TILE)
         num_items = tl.cdiv(num_queries, BM) * G * num_states
     else:
         o_s = tl.arange(0, BS)
         b_queries = tl.load(p_slot_count + o_s, mask=o_s < num_slots, other=0, cache_modifier=CACHE) * GROUP
         b_length = tl.load(p_prefix_len + o_s, mask=o_s < num_slots, other=0, cache_modifier=CACHE).to(tl.int32)
-        _, b_states = cut_prefix(b_queries, b_length, num_slots, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
+        _, b_states = cut_prefix(b_queries, b_length, num_slots, G, BM, CHUNKS, CHUNK, SPLIT_TILES, KEYS_A_TILE)
         b_items = tl.cdiv(b_queries, BM) * G * b_states
         b_end = tl.cumsum(b_items, 0)
         num_items = tl.sum(b_items, 0)
@@ -94,13 +107,15 @@ def _prefix_kernel(
             i_item -= tl.sum(tl.where(o_s < i_s, b_items, 0), 0)
             num_queries = tl.load(p_slot_count + i_s, cache_modifier=CACHE) * GROUP
             length = tl.load(p_prefix_len + i_s, cache_modifier=CACHE).to(tl.int32)
-            chunk, num_states = cut_prefix(num_queries, length, num_slots, G, BM, CHUNKS, CHUNK, SPLIT_TILES)
+            chunk, num_states = cut_prefix(
+                num_queries, length, num_slots, G, BM, CHUNKS, CHUNK, SPLIT_TILES, KEYS_A_TILE
+            )
             p_pages += i_s * num_pages
             p_rows += i_s * room
         i_c = i_item % num_states
         i_g, i_m = i_item // num_states % G, i_item // num_states // G
         first = i_c * chunk
-        page_0, page_1 = _pages(p_pages, first, length, W, BN, CACHE)
+        last = tl.where(num_states > 1, tl.minimum(first + chunk, length), length)
         o_m, o_d = i_m * BM + tl.arange(0, BM), tl.arange(0, BD)
         valid = o_m < num_queries
         b_row = o_m // GROUP
@@ -113,20 +128,9 @@ def _prefix_kernel(
         if EARLY:
             wait_for_inputs(OVERLAP)
         b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=inside, other=0.0)  # [BM, BD]
-        if ONE_CHUNK:
-            last = tl.minimum(first + chunk, length)
-            b_m, b_l, b_acc = _add_chunk(
-                b_q, p_k, p_v, p_pages, page_0, page_1, i_g, first, last, scale_log2, G, D, W, BM, BN, BD, CACHE
-            )
-        else:
-            b_m, b_l, b_acc = no_keys(BM, BD)
-            for start in range(first, tl.where(num_states > 1, tl.minimum(first + chunk, length), length), chunk):
-                last = tl.minimum(start + chunk, length)
-                b_m_c, b_l_c, b_acc_c = _add_chunk(
-                    b_q, p_k, p_v, p_pages, page_0, page_1, i_g, start, last, scale_log2, G, D, W, BM, BN, BD, CACHE
-                )
-                b_m, b_l, b_acc = merge_keys(b_m, b_l, b_acc, b_m_c, b_l_c, b_acc_c)
-                page_0, page_1 = _pages(p_pages, last, length, W, BN, CACHE)
+        b_m, b_l, b_acc = _walk(
+            b_q, p_k, p_v, p_pages, i_g, first, last, chunk, scale_log2, G, D, W, BM, BN, BD, ONE_CHUNK, CACHE
+        )
         o_state = (i_c * G + i_g) * (num_rows * GROUP)
         if BS > 1:
             o_state += b_row * GROUP + o_m % GROUP
@@ -136,9 +140,7 @@ def _prefix_kernel(
         tl.store(p_l + o_state, b_l, mask=valid)
         tl.store(p_acc + o_state[:, None] * D + o_d[None, :], b_acc, mask=inside)
     if EARLY:
-        wait_for_inputs(
-            OVERLAP
-        )  # Also where there was no item: the end of this kernel tells the next one of those before.
+        wait_for_inputs(OVERLAP)  # Also without an item: that this kernel ended tells the next one of those before.
 
 
 def prefix_attention(
@@ -189,7 +191,9 @@ def prefix_attention(
         CHUNKS=plan.max_chunks,
         CHUNK=plan.min_chunk,
         SPLIT_TILES=state.split_tiles,
-        ONE_CHUNK=tiles < state.split_tiles,
+        KEYS_A_TILE=plan.keys_a_tile,
+        # However many rows there are, whatever is longer than a chunk is split.
+        ONE_CHUNK=tiles < state.split_tiles and tiles * plan.keys_a_tile <= plan.min_chunk,
         BS=triton.next_power_of_2(num_slots),
         BM=plan.query_tile,
         BN=plan.key_tile,

@@ -18,11 +18,13 @@ import triton.language as tl
 
 MAX_CHUNKS = 8
 """Every state is read again, so more chunks end no sooner."""
+MAX_BLOCK_TILES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Tiles of both kernels. All but ``split_tiles`` show in the bits: one plan for all of a run."""
+    """Tiles of both kernels, one plan for all of a run. The last three fields do not show in the bits; nor does a
+    ``query_tile`` of 128 with ``num_warps`` of 8 instead of 64 with 4: a warp group has 64 queries in both."""
 
     query_tile: int
     key_tile: int
@@ -33,10 +35,18 @@ class AttentionPlan:
     block_warps: int
     """A tile has fewer queries than keys, so the warps share the keys of a score and the columns of a sum."""
     max_chunks: int = MAX_CHUNKS
-    min_chunk: int = 64
-    """Chunks are multiples of it; a multiple of the key tile."""
+    min_chunk: int = 128
+    """Chunks are multiples of it; a multiple of the key tile. Two tiles of keys are on their way at once."""
     split_tiles: int = 132
     """Chunks are side by side in slots that would make fewer query tiles than this, if all slots were like them."""
+    keys_a_tile: int = 8
+    """And only where the prefix has more keys than this times the query tiles: a chunk's state is written once and read
+    by each branch, a tile of 64 keys costs a program half a microsecond."""
+    block_registers: int | None = 80
+    """A thread's in block attention: three programs of 256 threads fit on a multiprocessor."""
+    block_programs: int = 264
+    """Where block attention would have more programs, each takes several query tiles of a branch, up to
+    ``MAX_BLOCK_TILES``, and reads the block's keys and values once."""
 
 
 PLANS = {
@@ -52,13 +62,14 @@ def chunk_keys(plan: AttentionPlan, prefix_len: int) -> int:
 
 @triton.jit
 def cut_prefix(
-    num_queries, length, num_slots,
-    G: tl.constexpr, BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    num_queries, length, num_slots, G: tl.constexpr, BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    SPLIT_TILES: tl.constexpr, KEYS_A_TILE: tl.constexpr,
 ):  # fmt: skip
     """Keys of a slot's chunks, and how many states its rows have: one a chunk, or one; none without a prefix."""
     chunk = tl.maximum((length + CHUNKS * CHUNK - 1) // (CHUNKS * CHUNK), 1) * CHUNK
     tiles = (num_queries + BM - 1) // BM * G * num_slots
-    return chunk, tl.where(tiles < SPLIT_TILES, (length + chunk - 1) // chunk, tl.minimum(length, 1))
+    is_split = (tiles < SPLIT_TILES) & (tiles * KEYS_A_TILE < length)
+    return chunk, tl.where(is_split, (length + chunk - 1) // chunk, tl.minimum(length, 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,18 @@ from kernels.fused.layout import Addend, Branches, RowMap
 MAX_PROGRAMS = 2048
 """Programs of a row-wise launch; each walks over its rows in strides. More would only cost time to exit again: counts
 live on the device, and a launch is made for the largest."""
+ELEMENTS = 8
+MAX_WARPS = 8
 
 
 def row_config(width: int) -> dict[str, int | bool]:
     """Tile and warps for one row of ``width``: they fix the order of its sums, so they depend on nothing else.
 
-    8 elements a thread, up to 1024 threads. Multiply-adds stay unfused, so that each specialisation of a kernel rounds
-    alike.
+    ``ELEMENTS`` a thread, up to 8 warps, and beyond that more elements: several programs fit on a multiprocessor, and
+    sums cross few warps. Multiply-adds stay unfused, so that each specialisation of a kernel rounds alike.
     """
     block = max(triton.next_power_of_2(width), 32)
-    return {"BE": block, "num_warps": min(max(block // 256, 1), 32), "enable_fp_fusion": False}
+    return {"BE": block, "num_warps": min(max(block // (32 * ELEMENTS), 1), MAX_WARPS), "enable_fp_fusion": False}
 
 
 @triton.jit

@@ -127,22 +127,25 @@ def test_a_long_prefix(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_who_merges_the_chunks_changes_no_bit(dtype: torch.dtype) -> None:
-    """Slots with few rows leave a state a chunk, slots with many one, and the outputs are the same."""
-    x = make_inputs([70, 130], Shape(num_heads=2, num_kv=1), dtype, seed=3)
+    """Slots with few rows for their prefix leave a state a chunk, slots with many one, and the outputs are the same."""
     plan = PLANS[dtype]
+    # Drafts' positions in the second slot only, so many that they make another tile of queries.
+    x = make_inputs([130, 270], Shape(num_heads=2, num_kv=1, block=plan.query_tile // 2, folded=0.0), dtype, seed=3)
     group, num_slots = 2, 2
     tiles = [-(-n * group // plan.query_tile) * num_slots for n in x.rows.slot_count_S.tolist()]
     assert tiles[0] < tiles[1]
     outputs = []
-    for split_tiles, slots in ((1, []), (tiles[1], [0]), (tiles[1] + 1, [0, 1])):
-        state = x.state(split=True, plan=dataclasses.replace(plan, split_tiles=split_tiles))
+    cuts = ((1, 0, []), (tiles[1], 0, [0]), (tiles[1] + 1, 0, [0, 1]), (tiles[1] + 1, 269 // tiles[1], [1]))
+    for split_tiles, keys_a_tile, slots in cuts:
+        mine = dataclasses.replace(plan, min_chunk=64, split_tiles=split_tiles, keys_a_tile=keys_a_tile)
+        state = x.state(split=True, plan=mine)
         prefix_attention(*x.prefix_arguments(), state)
         assert x.slots_with_chunks(state) == slots
         out = x.output()
         block_attention(*x.block_arguments(state, 8), out)
         outputs.append(out.nan_to_num())
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    for out in outputs[1:]:
+        assert torch.equal(outputs[0], out)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 1024, 1025, 4095, 4096, 100_000])
