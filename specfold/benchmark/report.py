@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specfold.benchmark.targets import target_table
 from specfold.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +66,9 @@ def print_tables(report: dict[str, Any]) -> None:
         shown = ", ".join(f"{k} {v}" for k, v in part["settings"].items() if v is not None)
         print(f"\n{part['kind']} ({report['chip']}, {report['date']}; {shown})")
         print_table(part["records"])
+    if targets := target_table(report):
+        print("\ntargets")
+        print_table(targets)
 
 
 def print_table(records: Sequence[dict[str, Any]]) -> None:
@@ -117,4 +121,6 @@ def _plot_panel(panel: Any, records: list[dict[str, Any]]) -> None:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -74,3 +74,29 @@ def test_a_step_needs_a_gpu() -> None:
     done = run_bench("step", "--device", "cpu", "--shape", "nemotron-3b")
     assert done.returncode == 2
     assert done.stderr.strip() == "error: backend triton needs a CUDA device, not cpu; torch runs everywhere."
+
+
+def test_a_report_sets_what_was_measured_beside_the_targets(tmp_path: Path) -> None:
+    def step(drafts: int, fold: float | None, ms: float) -> dict[str, object]:
+        known = {"shape": "nemotron-8b", "batch_size": 1, "floor_ms": 3.0}
+        return known | {"drafts": drafts, "fold_share": fold, "step_ms": ms}
+
+    steps = [step(0, None, 5.1), step(8, None, 9.0), step(8, 0.85, 6.0)]
+    run = {"shape": "nemotron-8b", "batch_size": 1, "mode": "vanilla", "over_official": 5.0}
+    parts = [
+        {"kind": "step", "settings": {}, "records": steps},
+        {"kind": "throughput", "settings": {}, "records": [run | {"efficiency": 0.95, "idle_us": 25.0}]},
+    ]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"date": "2026-01-01", "chip": "X", "torch": "2", "sources": "abc", "parts": parts}))
+    done = run_bench("report", str(path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.split("\ntargets\n")[1].splitlines()[1:-1]
+    assert [line.split()[-3:] for line in lines] == [
+        ["5.100", "5.000", "no"],
+        ["6.000", "6.200", "yes"],
+        ["1.500", "1.400", "yes"],
+        ["5.000", "4.800", "yes"],
+        ["0.950", "0.900", "yes"],
+        ["25.000", "20.000", "no"],
+    ]
