@@ -14,7 +14,7 @@ from kernels.fused.layout import FINAL
 from kernels.fused.prefix_attention import prefix_attention, prefix_attention_reference
 from kernels.fused.prefix_state import MAX_CHUNKS, PLANS, PrefixState, chunk_keys
 from tests.kernels.attention_inputs import WIDTH, Inputs, Shape, make_inputs
-from tests.kernels.fused_inputs import DTYPES, TOLERANCE, on_gpu, relative_error
+from tests.kernels.fused_inputs import DEVICE, DTYPES, TOLERANCE, on_gpu, relative_error
 
 
 def exact(x: Inputs, unit: int, length_S: torch.Tensor | None = None) -> torch.Tensor:
@@ -146,6 +146,25 @@ def test_who_merges_the_chunks_changes_no_bit(dtype: torch.dtype) -> None:
         outputs.append(out.nan_to_num())
     for out in outputs[1:]:
         assert torch.equal(outputs[0], out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_free_choices_of_a_plan_change_no_bit(dtype: torch.dtype) -> None:
+    """Tall tiles, few or many programs, registers; the compiler must give a row the same instructions in each."""
+    real = DEVICE == "cuda"
+    shape = Shape(12, 2, 128, num_branches=9, block=32, folded=0.8) if real else Shape(block=12)
+    x = make_inputs([1100, 31] if real else [150, 40], shape, dtype)
+    changes: list[dict[str, int | None]] = [{}, {"block_programs": 1}, {"block_programs": 1, "keys_a_tile": 1000}]
+    if real and dtype == torch.bfloat16:
+        tall = {"query_tile": 128, "num_warps": 8, "num_stages": 2}
+        changes += [tall, {**tall, "split_tiles": 0}, {"block_registers": None}, {"num_stages": 2}]
+    outputs = []
+    for change in changes:
+        state, out = x.state(split=True, plan=dataclasses.replace(PLANS[dtype], **change)), x.output()
+        prefix_attention(*x.prefix_arguments(), state)
+        block_attention(*x.block_arguments(state, 12), out)
+        outputs.append(out.nan_to_num())
+    assert [torch.equal(outputs[0], out) for out in outputs] == [True] * len(outputs)
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 1024, 1025, 4095, 4096, 100_000])

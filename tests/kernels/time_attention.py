@@ -28,6 +28,7 @@ from kernels.fused.block_attention import block_attention
 from kernels.fused.layout import DENOISE, Branches, RowMap
 from kernels.fused.prefix_attention import prefix_attention
 from kernels.fused.prefix_state import PLANS, AttentionPlan, PrefixState
+from specfold.backends.fused_forward import SPLIT_ROWS
 
 HEADS = {"1.5B": (12, 2), "8B": (32, 8)}
 """Query and key/value heads by model, of 128 each."""
@@ -67,10 +68,14 @@ class Record:
     pair_us: float
     cold_us: float | None
     same_bits: bool
-    """As the default plan; only plans that differ in ``split`` or ``early`` must have them."""
+    """As the default plan."""
 
 
-SHAPES = ((1, 1, 32), (1, 9, 72), (1, 9, 288), (64, 1, 32))
+SAME_BITS = (
+    "early", "whole", "keys0", "keys16", "tall", "s2", "one tile", "two tiles", "registers free",
+)  # fmt: skip
+"""Variants that must have the bits of the default plan."""
+SHAPES = ((1, 1, 32), (1, 9, 72), (1, 9, 288), (4, 9, 75), (64, 1, 32))
 CASES = [Case(m, *shape, prefix) for prefix, shape, m in product((500, 4000, 100), SHAPES, HEADS)]
 
 
@@ -82,16 +87,17 @@ def variants() -> list[Variant]:
         Variant("default", base),
         Variant("early", base, early=True),
         Variant("whole", base, split=False),
-        Variant("q32 w8 s3", change(query_tile=32, num_warps=8)),
-        Variant("q32 w4 s3", change(query_tile=32)),
-        Variant("q128 w8 s3", change(query_tile=128, num_warps=8)),
+        Variant("chunk64", change(min_chunk=64)),
+        Variant("chunk256", change(min_chunk=256)),
+        Variant("keys0", change(keys_a_tile=0)),
+        Variant("keys16", change(keys_a_tile=16)),
+        Variant("tall", change(query_tile=128, num_warps=8, num_stages=2)),
         Variant("s2", change(num_stages=2)),
-        Variant("chunk128", change(min_chunk=128)),
-        Variant("chunks16", change(max_chunks=16)),
-        Variant("split300", change(split_tiles=300)),
-        Variant("block w4", change(block_warps=4)),
-        Variant("block q32 w8", change(block_query_tile=32)),
-        Variant("q16 w4 s3", change(query_tile=16)),
+        Variant("one tile", change(block_programs=1 << 30)),
+        Variant("two tiles", change(block_programs=132)),
+        Variant("registers free", change(block_registers=None)),
+        Variant("block w4", change(block_warps=4, block_registers=None)),
+        Variant("block q32", change(block_query_tile=32)),
     ]
 
 
@@ -140,7 +146,7 @@ class Bench:
 
     def state(self, variant: Variant) -> PrefixState:
         launch.EARLY = variant.early  # Every use of a variant begins here.
-        split = variant.split and self.q.shape[1] <= 1024
+        split = variant.split and self.q.shape[1] <= SPLIT_ROWS
         return PrefixState.allocate(self.q[0], self.k.shape[2], split, variant.plan)
 
     def prefix(self, state: PrefixState, layer: int) -> None:
@@ -251,7 +257,7 @@ def main() -> None:
             record = measure(bench, case, variant, want, cold=variant.name in ("default", "early"))
             if want is None:
                 want = _output(bench, variant)
-            if not record.same_bits and variant.name in ("early", "whole", "split300"):
+            if not record.same_bits and variant.name in SAME_BITS:
                 print(f"BITS DIFFER: {case.name} {variant.name}")
             here.append(record)
         print(summary(here), flush=True)
