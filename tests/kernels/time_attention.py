@@ -72,7 +72,7 @@ class Record:
 
 
 SAME_BITS = (
-    "early", "whole", "keys0", "keys16", "tall", "s2", "one tile", "two tiles", "registers free",
+    "early", "whole", "keys0", "keys16", "tall", "s2", "one tile", "more tiles", "registers free",
 )  # fmt: skip
 """Variants that must have the bits of the default plan."""
 SHAPES = ((1, 1, 32), (1, 9, 72), (1, 9, 288), (4, 9, 75), (64, 1, 32))
@@ -94,10 +94,10 @@ def variants() -> list[Variant]:
         Variant("tall", change(query_tile=128, num_warps=8, num_stages=2)),
         Variant("s2", change(num_stages=2)),
         Variant("one tile", change(block_programs=1 << 30)),
-        Variant("two tiles", change(block_programs=132)),
+        Variant("more tiles", change(block_programs=132)),
         Variant("registers free", change(block_registers=None)),
         Variant("block w4", change(block_warps=4, block_registers=None)),
-        Variant("block q32", change(block_query_tile=32)),
+        Variant("block q32", change(block_query_tile=32, block_registers=None)),
     ]
 
 

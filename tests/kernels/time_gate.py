@@ -122,6 +122,7 @@ class Bench:
         options = {"device": "cuda", "generator": self.random}
         main = torch.randn((S, 1, T, self.width), **options)
         near = 0.01 + 0.5 * self.kept_SBT[..., None]
+        near[:, 0] = 0.0
         source = (main + near * torch.randn((S, B, T, self.width), **options)).to(BF16).view(self.size, self.width)
         parts = 0.01 * torch.randn((self.case.parts, self.size, self.width), **options)
         before = self.empty_map()
