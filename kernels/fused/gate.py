@@ -63,10 +63,10 @@ def gate_rows(
     """
     num_slots, num_branches, block = branches.tokens_SBT.shape
     width = source_XE.shape[1]
-    parts = addend.parts_KRE if addend else None
+    parts = addend.parts if addend else None
     added = addend.rows if addend else None
     assert source_XE.data_ptr() != stream_NE.data_ptr()
-    for tensor in (source_XE, stream_NE, normed_RE, *(() if parts is None else (parts,))):
+    for tensor in (source_XE, stream_NE, normed_RE, *(() if parts is None else (parts.values_KRN[0],))):
         assert tensor.is_contiguous()
     num_positions = len(branches.slot_A) * block
     folds = delta >= 0 and num_branches > 1
@@ -74,7 +74,8 @@ def gate_rows(
     # Where a tensor is not needed another one stands in for it.
     _gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
         source_XE,
-        source_XE if parts is None else parts,
+        source_XE if parts is None else parts.values_KRN,
+        out.count_1 if parts is None or parts.used_1 is None else parts.used_1,
         added.keep_ST if added else out.keep_ST,
         added.row_SBT if added else out.row_SBT,
         branches.tokens_SBT,
@@ -98,13 +99,14 @@ def gate_rows(
         out.slot_rows_SX,
         eps,
         delta * delta,
-        0 if parts is None else parts.shape[1],
+        0 if parts is None else parts.stride,
         num_branches,
         num_positions,
         out.slot_rows_SX.shape[1],
         T=block,
         E=width,
-        K=0 if parts is None else parts.shape[0],
+        K=0 if parts is None else len(parts.values_KRN),
+        COUNTED=parts is not None and parts.used_1 is not None,
         BY_TOKEN=by_token,
         MAPPED=added is not None,
         HAS_LENGTH=length_S is not None,
@@ -124,6 +126,7 @@ def gate_rows(
 def _gate_kernel(
     p_source,
     p_parts,
+    p_used,
     p_added_keep,
     p_added_row,
     p_tokens,
@@ -147,13 +150,14 @@ def _gate_kernel(
     p_slot_rows,
     eps,
     delta_squared,
-    num_rows,
+    stride,
     num_branches,
     num_positions,
     num_slot_rows,
     T: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
+    COUNTED: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     MAPPED: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
@@ -176,8 +180,11 @@ def _gate_kernel(
     # One branch: while the kernel before still runs. Several: late, where registers limit what is on its way at once.
     if ONE_BRANCH:
         b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
+    used = K
     if not EARLY:
         wait_for_inputs(OVERLAP)
+        if COUNTED:
+            used = tl.load(p_used)
     num_live = tl.load(p_num_live, cache_modifier=CACHE)
     # Bounded by the room and not by the list's length: the first loads need not wait for it.
     for i_p in range(tl.program_id(0), num_positions, tl.num_programs(0)):
@@ -190,7 +197,7 @@ def _gate_kernel(
         if AT_ONCE:
             b_stored = stored_row(p_source, i_p, o_e, m_e, E, "")  # [BE]
             if (K > 0) and (not MAPPED):
-                b_added = added_row(p_parts, i_p, num_rows, o_e, m_e, E, K)  # [BE]
+                b_added = added_row(p_parts, i_p, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
         live = i_p // T < num_live
         if HAS_LENGTH:
             live = live & (i_t < tl.load(p_length + tl.where(live, i_slot, 0), cache_modifier=CACHE))
@@ -215,7 +222,7 @@ def _gate_kernel(
                 i_source = tl.load(p_tokens + i_table, cache_modifier=CACHE) if BY_TOKEN else i_p
                 b_stored = stored_row(p_source, i_source, o_e, m_e, E, CACHE)  # [BE]
             if (not EARLY) and (K > 0) and (MAPPED or not AT_ONCE):
-                b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+                b_added = added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
             if TESTS:
                 # Masked and not branched over: the parent's row is on its way together with the branch's own.
                 i_above = i_slot * num_branches + tl.load(p_parent + i_branch)
@@ -229,8 +236,10 @@ def _gate_kernel(
                     i_part_above = source_row(p_added_keep, p_added_row, i_above, i_slot, i_t, num_branches, T, CACHE)
             if EARLY:
                 wait_for_inputs(OVERLAP)
+                if COUNTED:
+                    used = tl.load(p_used)
                 if K > 0:
-                    b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+                    b_added = added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
             b_x = b_stored
             if K > 0:
                 b_x = add_rows(b_stored, b_added, dtype)
@@ -239,7 +248,7 @@ def _gate_kernel(
                     # Where the position was folded in the layer before, the same row serves both: it is here already.
                     other = i_part_above != i_part
                     m_other = o_e < tl.where(fold & other, E, 0)
-                    b_other = added_row(p_parts, i_part_above, num_rows, o_e, m_other, E, K)  # [BE]
+                    b_other = added_row(p_parts, i_part_above, stride, used, o_e, m_other, E, K, COUNTED)  # [BE]
                     b_above = add_rows(b_above, tl.where(other, b_other, b_added), dtype)
                 fold = fold & _is_near(b_x, b_above, delta_squared)
             tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)

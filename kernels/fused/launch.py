@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-EARLY = False
+EARLY = True
 """Whether kernels read before they wait what was written at least two kernels back: lists, maps, the residual stream.
 
 That is complete: a kernel starts only when all programs of the one before have waited themselves. It bypasses the

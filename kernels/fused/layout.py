@@ -67,14 +67,37 @@ class RowMap:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """The output of a projection: K partial sums over slices of the inner dimension, to be added in order."""
+
+    values_KRN: torch.Tensor
+    """float32; rows and columns are contiguous."""
+    used_1: torch.Tensor | None = None
+    """int32: how many of the sums there are. The projection decides by the number of rows: with few, whose sums must
+    end before the next one's place, side by side; else all in the first place. None: K."""
+
+    @property
+    def stride(self) -> int:
+        """Rows from one sum to the next."""
+        return self.values_KRN.stride(0) // self.values_KRN.shape[2]
+
+    def total(self, rows_N: torch.Tensor | slice) -> torch.Tensor:
+        """The sums of some rows added in order, [N, N width]; waits for ``used_1``."""
+        used = len(self.values_KRN) if self.used_1 is None else int(self.used_1)
+        first, *others = (part_RN[rows_N] for part_RN in self.values_KRN[:used])
+        for part in others:
+            first = first + part
+        return first
+
+
+@dataclass(frozen=True, slots=True)
 class Addend:
     """The output of a projection, to be added to the residual stream.
 
-    ``parts_KRE`` float32: K partial sums over slices of the inner dimension, to be added in order. Where ``rows`` is
-    None the row of list position p is p itself, otherwise the position's source row by that map.
+    Where ``rows`` is None the row of list position p is p itself, otherwise the position's source row by that map.
     """
 
-    parts_KRE: torch.Tensor
+    parts: Parts
     rows: RowMap | None
 
 

@@ -21,11 +21,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.fused.launch import early, overlapped, wait_for_inputs
-from kernels.fused.linear_plan import PIECES, Plan, num_parts, num_splits, plan, prefetch_depth, split_width
+from kernels.fused.layout import Parts
+from kernels.fused.linear_plan import PIECES, Plan, num_splits, plan, prefetch_depth, split_width
 from kernels.fused.prefetch import prefetch_tile
 from kernels.linear import pad_rows
 
-__all__ = ["linear_rows", "linear_rows_reference", "num_parts", "num_splits", "swiglu_rows", "swiglu_rows_reference"]
+EXTRA_ROWS = tl.constexpr(32)
+MOST_WAVES = 12
+"""Launched programs, in waves, beyond those that the tallest tiles need; a cut into more is not considered."""
 
 
 @triton.jit
@@ -105,11 +108,11 @@ def _silu_mul(b_gate, b_up, dtype: tl.constexpr):
 
 @triton.jit
 def _run_tile(
-    x16, x32, x64, x128, x256, w, p_out, o_m, end_m, last_m, o_n, i_split, splits, split_k, N, K, part_stride,
+    x16, x32, x64, x128, x256, w, p_out, o_m, end_m, last_m, o_n, i_split, in_turn, split_k, N, K, part_stride,
     HEIGHT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
     ROOM: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of HEIGHT rows from row o_m on, of which those before end_m are stored."""
+    """One tile of HEIGHT rows from row o_m on, of which those before end_m are stored: a split, or several in turn."""
     BM0: tl.constexpr = 256 if HEIGHT >= 256 else 128 if HEIGHT >= 128 else 64 if HEIGHT >= 64 else 32
     BM1: tl.constexpr = HEIGHT - BM0
     FITTING: tl.constexpr = ROOM // ((HEIGHT + (2 * BN if GATED else BN)) * BK)
@@ -123,7 +126,7 @@ def _run_tile(
         BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
     )  # fmt: skip
     if SEQUENTIAL:
-        for i in range(1, splits):
+        for i in range(1, in_turn):
             k_begin = i * split_k
             part0, part1, _, _ = _accumulate(
                 x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
@@ -140,18 +143,48 @@ def _run_tile(
         _store_tile(p_out, acc1, o_m + BM0, end_m, o_n, N, BM1, BN)
 
 
+@triton.jit
+def _best_cut(
+    rows, columns, splits, side_by_side_rows,
+    HEIGHTS: tl.constexpr, SLOTS: tl.constexpr, SEQUENTIAL: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Height of the row tiles and number of parallel splits that end soonest, ``columns`` tiles of the weight wide.
+
+    Programs run in waves of SLOTS. A step over k costs about as much as the tile's rows and its weights, which are
+    worth EXTRA_ROWS. Partial sums side by side are written and read once more each.
+    """
+    TALL: tl.constexpr = HEIGHTS[len(HEIGHTS) - 1]
+    height, parallel = TALL, 1
+    best = tl.cdiv(tl.cdiv(rows, TALL) * columns, SLOTS) * (TALL + EXTRA_ROWS) * splits * 8
+    for i in tl.static_range(len(HEIGHTS)):
+        tiles = tl.cdiv(rows, HEIGHTS[i]) * columns
+        cost = tl.cdiv(tiles, SLOTS) * (HEIGHTS[i] + EXTRA_ROWS) * splits * 8
+        better = (cost < best) & (tiles <= tl.num_programs(0))
+        best, height = tl.where(better, cost, best), tl.where(better, HEIGHTS[i], height)
+        parallel = tl.where(better, 1, parallel)
+        if COUNTED:
+            cost = tl.cdiv(tiles * splits, SLOTS) * (HEIGHTS[i] + EXTRA_ROWS) * 9
+            better = (cost < best) & (tiles * splits <= tl.num_programs(0)) & (rows <= side_by_side_rows)
+            best, height = tl.where(better, cost, best), tl.where(better, HEIGHTS[i], height)
+            parallel = tl.where(better, splits, parallel)
+    return height, parallel
+
+
 @triton.jit(do_not_specialize=["rows_per_count", "splits"])
 def _project_kernel(
-    x16, x32, x64, x128, x256, w, p_weight, p_out, p_count, rows_per_count, room_m, N, K, splits, split_k, part_stride,
+    x16, x32, x64, x128, x256, w, p_weight, p_out, p_used, p_count, rows_per_count, room_m, N, K, splits, split_k,
+    part_stride, side_by_side_rows,
     HEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
-    ROOM: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
-    ONE_TILE: tl.constexpr, DEPTH: tl.constexpr, THREADS: tl.constexpr, EARLY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    COUNTED: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TMA: tl.constexpr,
+    EVEN_K: tl.constexpr, EVICT: tl.constexpr, ONE_TILE: tl.constexpr, DEPTH: tl.constexpr, THREADS: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of the output and a split; the first ones are active, the rest of the grid does nothing.
 
     Order: groups of GROUP row tiles; in a group by weight tile, then split, then row tile, so that neighbours in time
-    share a weight tile. Row tiles are equally high, as low as their number allows.
+    share a weight tile. SEQUENTIAL: a program does all splits of its tile in turn, unless COUNTED, which lets the
+    number of rows decide. SLOTS: programs that run at a time, if the heights of the tiles should fill them; else row
+    tiles are equally high, as low as their number allows.
     """
     TALL: tl.constexpr = HEIGHTS[len(HEIGHTS) - 1]
     pid = tl.program_id(0)
@@ -173,7 +206,21 @@ def _project_kernel(
             split_k, N, K, part_stride, TALL, BN, BK, GATED, SEQUENTIAL, ROOM, TMA, EVEN_K, EVICT,
         )  # fmt: skip
     else:
-        tiles_m = tl.cdiv(rows, TALL)
+        height = TALL
+        if SLOTS > 0:
+            height, chosen = _best_cut(
+                rows, tl.cdiv(N, BN), splits, side_by_side_rows, HEIGHTS, SLOTS, SEQUENTIAL, COUNTED
+            )
+            if COUNTED:
+                parallel = chosen
+                columns *= parallel
+                if pid == 0:
+                    tl.store(p_used, parallel)
+        else:
+            needed = tl.cdiv(rows, tl.maximum(tl.cdiv(rows, TALL), 1))
+            for i in tl.static_range(len(HEIGHTS) - 1):
+                height = tl.where(needed <= HEIGHTS[len(HEIGHTS) - 2 - i], HEIGHTS[len(HEIGHTS) - 2 - i], height)
+        tiles_m = tl.cdiv(rows, height)
         if pid >= tiles_m * columns:
             return
         first_m = pid // (GROUP * columns) * GROUP
@@ -181,31 +228,32 @@ def _project_kernel(
         in_group = pid - first_m * columns
         i_m = first_m + in_group % group_m
         column = in_group // group_m
-        needed = tl.cdiv(rows, tiles_m)
-        height = TALL
-        for i in tl.static_range(len(HEIGHTS) - 1):
-            height = tl.where(needed <= HEIGHTS[len(HEIGHTS) - 2 - i], HEIGHTS[len(HEIGHTS) - 2 - i], height)
+        in_turn = splits
+        if COUNTED:
+            in_turn = tl.where(parallel > 1, 1, splits)
         o_m = i_m * height
         end_m = tl.minimum(o_m + height, rows)
         for i in tl.static_range(len(HEIGHTS)):
             if (end_m - o_m <= HEIGHTS[i]) & (end_m - o_m > (HEIGHTS[i - 1] if i > 0 else 0)):
                 _run_tile(
                     x16, x32, x64, x128, x256, w, p_out, o_m, end_m, room_m - 1, column // parallel * BN,
-                    column % parallel, splits, split_k, N, K, part_stride, HEIGHTS[i], BN, BK, GATED, SEQUENTIAL, ROOM,
+                    column % parallel, in_turn, split_k, N, K, part_stride, HEIGHTS[i], BN, BK, GATED, SEQUENTIAL, ROOM,
                     TMA, EVEN_K, EVICT,
                 )  # fmt: skip
 
 
 def project_rows(
-    x_RK: torch.Tensor, weight: torch.Tensor, count_1: torch.Tensor, rows_per_count: int, out: torch.Tensor,
+    x_RK: torch.Tensor, weight: torch.Tensor, count_1: torch.Tensor, rows_per_count: int, out: Parts,
     N: int, splits: int, gated: bool, tiles: Plan,
 ) -> None:  # fmt: skip
-    """Both operations with everything chosen. ``out``: hidden rows [R, N], or parts [splits, R, N] or [1, R, N]."""
+    """Both operations with everything chosen. ``out``: parts [splits, R, N] or [1, R, N]; hidden rows [1, R, N]."""
     assert x_RK.is_contiguous()
     assert weight.is_contiguous()
-    assert out.is_contiguous()
+    assert out.values_KRN[0].is_contiguous()
     room, K = x_RK.shape
-    sequential = splits > 1 and out.shape[0] == 1
+    counted = out.used_1 is not None
+    assert tiles.slots or not counted, "who counts the sums also picks the tiles' height"
+    sequential = counted or (splits > 1 and len(out.values_KRN) == 1)
     x_by_rows: list[object] = [x_RK] * len(PIECES)
     w: object = weight
     if tiles.tma:
@@ -215,13 +263,19 @@ def project_rows(
         ]
         w = TensorDescriptor.from_tensor(weight, [tiles.tile_n, tiles.tile_k])
     row_tiles, columns = triton.cdiv(room, tiles.tall), triton.cdiv(N, tiles.tile_n) * (1 if sequential else splits)
+    programs = row_tiles * columns
+    if tiles.slots:
+        most = triton.cdiv(room, tiles.heights[0]) * columns * (splits if counted else 1)
+        programs = max(programs, min(most, MOST_WAVES * tiles.slots))
     width, overlap = split_width(K, splits), overlapped(x_RK)
     # Output and down projections: the kernel before does not write their count. Of the others it does.
     reads_early = early(x_RK)["EARLY"] and not gated and N <= K
-    _project_kernel[(row_tiles * columns,)](
-        *x_by_rows, w, weight, out, count_1, rows_per_count, room, N, K, splits, width, room * N,
+    _project_kernel[(programs,)](
+        *x_by_rows, w, weight, out.values_KRN, count_1 if out.used_1 is None else out.used_1, count_1, rows_per_count,
+        room, N, K, splits, width, out.values_KRN.stride(0), out.stride,
         HEIGHTS=tiles.heights, BN=tiles.tile_n, BK=tiles.tile_k, GATED=gated, SEQUENTIAL=sequential,
-        ROOM=tiles.shared // x_RK.element_size(), GROUP=tiles.group, TMA=tiles.tma, EVEN_K=K % tiles.tile_k == 0,
+        COUNTED=counted, SLOTS=tiles.slots, ROOM=tiles.shared // x_RK.element_size(), GROUP=tiles.group,
+        TMA=tiles.tma, EVEN_K=K % tiles.tile_k == 0,
         EVICT="evict_first" if tiles.evict_first else "", ONE_TILE=row_tiles == 1 and len(tiles.heights) == 1,
         DEPTH=prefetch_depth(tiles, columns, min(width, K), gated) if overlap["OVERLAP"] else 0,
         THREADS=32 * tiles.num_warps, EARLY=reads_early, num_warps=tiles.num_warps, **overlap,
@@ -233,21 +287,21 @@ def linear_rows(
     weight_NK: torch.Tensor,
     count_1: torch.Tensor,
     rows_per_count: int,
-    parts_KRN: torch.Tensor,
+    parts: Parts,
     tiles: Plan | None = None,
 ) -> None:
     """Rows r < count * rows_per_count of ``x @ weight.T`` in float32, as partial sums over slices of the inner width.
 
-    ``parts_KRN`` float32 [num_splits(N, K), R, N], to be added in order; or [1, R, N], which then holds just that sum,
-    the same bits: better where rows are many. ``num_parts`` tells which. Other rows are left alone.
+    There are ``num_splits(N, K)`` of them, to be added in order; or one, which then holds just that sum, the same bits:
+    where ``parts`` has one place, or where it counts them and rows are many. ``make_parts`` makes what suits a shape.
+    Other rows are left alone.
     """
     N, K = weight_NK.shape
     splits = num_splits(N, K, weight_NK.dtype)
-    assert parts_KRN.shape[0] in (1, splits)
-    assert parts_KRN.shape[1:] == (x_RK.shape[0], N)
-    parallel = parts_KRN.shape[0] == splits
-    tiles = tiles or plan(N, K, weight_NK.dtype, x_RK.shape[0], parallel=parallel)
-    project_rows(x_RK, weight_NK, count_1, rows_per_count, parts_KRN, N, splits, False, tiles)
+    assert len(parts.values_KRN) in (1, splits)
+    assert parts.values_KRN.shape[1:] == (x_RK.shape[0], N)
+    tiles = tiles or plan(N, K, weight_NK.dtype, x_RK.shape[0])
+    project_rows(x_RK, weight_NK, count_1, rows_per_count, parts, N, splits, False, tiles)
 
 
 def swiglu_rows(
@@ -266,7 +320,7 @@ def swiglu_rows(
     I, E = gate_up_2IE.shape[0] // 2, gate_up_2IE.shape[1]  # noqa: E741
     assert hidden_RI.shape == (x_RE.shape[0], I)
     tiles = tiles or plan(I, E, gate_up_2IE.dtype, x_RE.shape[0], gated=True)
-    project_rows(x_RE, gate_up_2IE, count_1, rows_per_count, hidden_RI, I, 1, True, tiles)
+    project_rows(x_RE, gate_up_2IE, count_1, rows_per_count, Parts(hidden_RI[None]), I, 1, True, tiles)
 
 
 def linear_rows_reference(
@@ -274,7 +328,7 @@ def linear_rows_reference(
     weight_NK: torch.Tensor,
     count_1: torch.Tensor,
     rows_per_count: int,
-    parts_KRN: torch.Tensor,
+    parts: Parts,
     tiles: Plan | None = None,
 ) -> None:
     N, K = weight_NK.shape
@@ -285,10 +339,11 @@ def linear_rows_reference(
     sums = [
         F.linear(x_rk, w_Nk) for x_rk, w_Nk in zip(x_rK.split(width, 1), weight_NK.float().split(width, 1), strict=True)
     ]
-    sums += [torch.zeros_like(sums[0])] * (splits - len(sums))
-    if parts_KRN.shape[0] == 1:
+    if parts.used_1 is not None:
+        parts.used_1.fill_(1)
+    if parts.used_1 is not None or len(parts.values_KRN) == 1:
         sums = [sum(sums[1:], start=sums[0])]
-    for part_RN, sum_rN in zip(parts_KRN, sums, strict=True):
+    for part_RN, sum_rN in zip(parts.values_KRN, sums, strict=parts.used_1 is None):
         part_RN[:rows] = sum_rN[:rows]
 
 

@@ -9,9 +9,11 @@ does change bits, the cuts of K, is ``num_splits`` and ``split_width``, and thos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from kernels.fused.layout import Parts
 
 NUM_SMS = 132
 """Multiprocessors of the chip the plans are made for (H100 and H200 SXM). Fixed, so that bits are the same on all."""
@@ -19,13 +21,16 @@ SPLIT_UNIT = 128
 """Cuts of K fall on multiples of this, which every ``tile_k`` divides."""
 MAX_SPLITS = 4
 """More partial sums would cost their readers more than they give: each is a float32 copy of the output."""
-SPLITS = {(1536, 8960): 5}
-"""Exceptions by (N, K). 1536 x 8960: 24 tiles of 64, so 5 splits give 120 programs of 28 steps each."""
+SPLITS = {(1536, 8960): 5, (1536, 1536): 2}
+"""Exceptions by (N, K). 1536 x 8960: 24 tiles of 64, so 5 splits give 120 programs of 28 steps each. 1536 x 1536 is as
+quick with 2 as with more, and its sums are read for every position and again for its parent's."""
 FEW_ROWS = 320
 """Up to this room a step is one slot: weights are read once or twice, memory is the limit."""
 PARALLEL_ROWS = 320
-"""Up to this room splits run in parallel. Beyond it the tiles alone nearly fill the chip, and what parallel splits
-still win is less than their readers lose: the gate reads all partial sums of every position."""
+"""Up to this room splits always run in parallel. Beyond it the number of rows decides: tiles may fill the chip alone,
+and the gate reads all partial sums of every position."""
+SIDE_BY_SIDE_ROWS = 640
+"""Beyond ``PARALLEL_ROWS``, most rows whose partial sums may stand side by side; more fill the chip anyway."""
 PREFETCH = 8 << 20
 """Bytes of weights that a launch asks for before it waits: what memory delivers in about two microseconds, while the
 gate or the attention before still runs. The second-level cache holds 50 MB."""
@@ -53,6 +58,9 @@ class Plan:
     """Row tiles that share a weight tile while it is in the L2 cache."""
     prefetch: int = 0
     """Bytes of the weight to ask for before waiting for x (with TMA only)."""
+    slots: int = 0
+    """Programs that run at a time; the device then picks the height that fills them best. 0: the lowest that will do.
+    """
 
     @property
     def tall(self) -> int:
@@ -66,14 +74,20 @@ HALF, FULL = 108 * 1024, 216 * 1024
 def num_splits(N: int, K: int, dtype: torch.dtype) -> int:
     """Partial sums of a weight [N, K]: enough for about one program a multiprocessor with 128 weight rows each.
 
-    Output projections of wide models: two. They run over every position, all of whose partial sums the gate reads
-    again, its parent's too: that costs more than the last few percent of the product.
+    Output and down projections of wide models: two. The gate reads all partial sums of every position, and of its
+    parent's too: that costs more than the last few percent of the product.
     """
     if dtype == torch.float32:
         return -(-K // split_width(K, 2))  # For tests alone: it splits too, so that they see what bfloat16 does.
-    is_wide_output = 3072 <= N <= K < 2 * N
-    wanted = 2 if is_wide_output else min(MAX_SPLITS, max(1, NUM_SMS // -(-N // 128)))
-    return -(-K // split_width(K, SPLITS.get((N, K), wanted)))
+    if (N, K) in SPLITS:
+        wanted = SPLITS[N, K]
+    elif 3072 <= N <= K < 4 * N:
+        wanted = 2
+    elif N >= 6144:
+        wanted = 1
+    else:
+        wanted = min(MAX_SPLITS, max(1, NUM_SMS // -(-N // 128)))
+    return -(-K // split_width(K, wanted))
 
 
 def split_width(K: int, splits: int) -> int:
@@ -81,18 +95,32 @@ def split_width(K: int, splits: int) -> int:
     return -(-K // (SPLIT_UNIT * splits)) * SPLIT_UNIT
 
 
-def num_parts(N: int, K: int, dtype: torch.dtype, max_rows: int) -> int:
-    """Slices that the output buffer of ``linear_rows`` should have: 1 where rows are many (see there)."""
-    return num_splits(N, K, dtype) if max_rows <= PARALLEL_ROWS else 1
+def part_rows(splits: int, max_rows: int) -> int:
+    """Rows from one partial sum to the next in a buffer for ``max_rows`` rows."""
+    return max_rows if max_rows <= PARALLEL_ROWS else min(SIDE_BY_SIDE_ROWS, max_rows)
 
 
-def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = False, parallel: bool = True) -> Plan:
-    """Tiles for a weight [N, K] and at most ``max_rows`` rows; ``gated``: gate and up stacked, N of each.
+def parts_size(N: int, K: int, dtype: torch.dtype, max_rows: int) -> int:
+    """Elements of a buffer for the partial sums of a weight [N, K] and at most that many rows."""
+    splits = num_splits(N, K, dtype)
+    return ((splits - 1) * part_rows(splits, max_rows) + max_rows) * N
 
-    ``parallel``: the splits run in parallel; one after another they need a second accumulator, hence narrower tiles.
+
+def make_parts(buffer: torch.Tensor, used_1: torch.Tensor, N: int, K: int, dtype: torch.dtype, max_rows: int) -> Parts:
+    """Places in a float32 buffer of at least ``parts_size``; ``used_1`` is used where the number of rows decides.
+
+    Sums that are counted lie ``SIDE_BY_SIDE_ROWS`` apart: one sum of more rows reaches into the next one's place.
     """
+    splits = num_splits(N, K, dtype)
+    values = buffer.as_strided((splits, max_rows, N), (part_rows(splits, max_rows) * N, N, 1))
+    return Parts(values, used_1 if splits > 1 and max_rows > PARALLEL_ROWS else None)
+
+
+def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = False) -> Plan:
+    """Tiles for a weight [N, K] and at most ``max_rows`` rows; ``gated``: gate and up stacked, N of each."""
     if dtype == torch.float32:
-        return Plan(heights=(32,), tile_n=64, tile_k=32, num_warps=4, shared=HALF, tma=False)
+        slots = NUM_SMS if max_rows > PARALLEL_ROWS else 0
+        return Plan(heights=(32,), tile_n=64, tile_k=32, num_warps=4, shared=HALF, tma=False, slots=slots)
     tma = K % 8 == 0  # A descriptor's strides are multiples of 16 bytes.
     # The kernel before the down projection reads weights itself: memory does not idle, and what came early would have
     # left the cache again.
@@ -100,17 +128,16 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
     if max_rows <= 32:
         tile_k = 64 if gated else 128
         return Plan((32,), tile_n=64, tile_k=tile_k, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
+    # Two programs of one warp group on a multiprocessor: one multiplies while the other waits. 80 rows serve nine
+    # branches that are 85% folded, 144 twice over nine that are not.
+    every = (32, 64, 80, 96, 128, 144, 160)
+    few = Plan(every, tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
     if max_rows <= FEW_ROWS:
-        # Two programs of one warp group on a multiprocessor: one multiplies while the other waits. 80 rows serve nine
-        # branches that are 85% folded, 144 twice over nine that are not.
-        every = (32, 64, 80, 96, 128, 144, 160)
-        return Plan(every, tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
+        columns = -(-N // 64) * (1 if gated else num_splits(N, K, dtype))
+        return replace(few, shared=FULL) if columns <= NUM_SMS else few
     if gated:
-        return Plan((64, 96, 128), tile_n=64, tile_k=64, num_warps=8, shared=HALF, tma=tma, prefetch=prefetch)
-    if parallel:
-        return Plan((64, 96, 128), tile_n=128, tile_k=64, num_warps=8, shared=HALF, tma=tma, prefetch=prefetch)
-    heights = (64, 128, 192, 256)
-    return Plan(heights, tile_n=64, tile_k=64, num_warps=8, shared=FULL, tma=tma, prefetch=prefetch)
+        return replace(few, prefetch=0, slots=2 * NUM_SMS)
+    return Plan((64, 96, 128, 192), tile_n=128, tile_k=64, num_warps=8, shared=FULL, tma=tma, slots=NUM_SMS)
 
 
 def prefetch_depth(tiles: Plan, columns: int, width: int, gated: bool) -> int:

@@ -37,13 +37,14 @@ def head_norm(
 
     The hidden state is the stream plus the last layer's addend, rounded to the stream's dtype.
     """
-    num_parts, num_rows, width = addend.parts_KRE.shape
-    for tensor in (stream_NE, addend.parts_KRE, out_DE):
+    parts, added = addend.parts, addend.rows
+    num_parts, _, width = parts.values_KRN.shape
+    for tensor in (stream_NE, parts.values_KRN[0], out_DE):
         assert tensor.is_contiguous()
-    added = addend.rows
     _head_norm_kernel[(min(len(out_DE), MAX_PROGRAMS),)](
         stream_NE,
-        addend.parts_KRE,
+        parts.values_KRN,
+        rows.count_1 if parts.used_1 is None else parts.used_1,
         added.keep_ST if added else stream_NE,
         added.row_SBT if added else stream_NE,
         branches.slot_A,
@@ -54,12 +55,13 @@ def head_norm(
         norm_weight_E,
         out_DE,
         eps,
-        num_rows,
+        parts.stride,
         len(branches.parent_B),
         T=branches.tokens_SBT.shape[2],
         E=width,
         K=num_parts,
         MAPPED=added is not None,
+        COUNTED=parts.used_1 is not None,
         **row_config(width),
         **overlapped(stream_NE),
     )
@@ -69,6 +71,7 @@ def head_norm(
 def _head_norm_kernel(
     p_stream,
     p_parts,
+    p_used,
     p_keep,
     p_map,
     p_slot,
@@ -79,12 +82,13 @@ def _head_norm_kernel(
     p_weight,
     p_out,
     eps,
-    num_rows,
+    stride,
     num_branches,
     T: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
     MAPPED: tl.constexpr,
+    COUNTED: tl.constexpr,
     BE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -92,6 +96,9 @@ def _head_norm_kernel(
     m_e = o_e < E
     b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
     wait_for_inputs(OVERLAP)
+    used = K
+    if COUNTED:
+        used = tl.load(p_used)
     for i_row in range(tl.program_id(0), tl.load(p_count), tl.num_programs(0)):
         i_p = tl.load(p_hidden + i_row)
         i_part = i_p
@@ -99,7 +106,7 @@ def _head_norm_kernel(
             i_slot, i_branch = tl.load(p_slot + i_p // T), tl.load(p_branch + i_p // T)
             i_part = source_row(p_keep, p_map, tl.load(p_ancestors + i_branch), i_slot, i_p % T, num_branches, T, "")
         b_stored = stored_row(p_stream, i_p, o_e, m_e, E, "")  # [BE]
-        b_added = added_row(p_parts, i_part, num_rows, o_e, m_e, E, K)  # [BE]
+        b_added = added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
         b_x = add_rows(b_stored, b_added, p_stream.dtype.element_ty)
         b_normed = rms_norm_row(b_x, b_weight, eps, p_out.dtype.element_ty, E)
         tl.store(p_out + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)

@@ -55,12 +55,19 @@ def stored_row(p_source, i_source, o_e, m_e, E: tl.constexpr, CACHE: tl.constexp
 
 
 @triton.jit
-def added_row(p_parts, i_part, num_rows, o_e, m_e, E: tl.constexpr, K: tl.constexpr):
-    """Sum of a row's K > 0 parts."""
+def added_row(p_parts, i_part, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr):
+    """Sum of a row's K > 0 parts, ``stride`` rows apart; COUNTED: of the first ``used`` of them."""
     i_part = tl.cast(i_part, tl.int64)
     b_sum = tl.load(p_parts + i_part * E + o_e, mask=m_e, other=0.0)  # [BE]
     for k in tl.static_range(1, K):
-        b_sum += tl.load(p_parts + (i_part + k * num_rows) * E + o_e, mask=m_e, other=0.0)
+        m_k = m_e
+        if COUNTED:
+            m_k = m_e & (k + 0 * o_e < used)  # A block: Triton's interpreter takes no scalar here.
+        b_part = tl.load(p_parts + (i_part + k * stride) * E + o_e, mask=m_k, other=0.0)
+        if COUNTED:
+            b_sum = tl.where(used > k, b_sum + b_part, b_sum)  # Adding zero would lose the sign of a zero.
+        else:
+            b_sum += b_part
     return b_sum
 
 
@@ -96,7 +103,4 @@ def stream_rows(
     if addend is None:
         return stored_NE
     row_N = position_N if addend.rows is None else source_rows(addend.rows, branches, position_N)
-    first, *others = addend.parts_KRE[:, row_N].unbind(0)
-    for part in others:
-        first = first + part
-    return (stored_NE.float() + first).to(stored_NE.dtype)
+    return (stored_NE.float() + addend.parts.total(row_N)).to(stored_NE.dtype)

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from kernels.fused.launch import early, overlapped, wait_for_inputs
-from kernels.fused.layout import Branches, RowMap
-from kernels.fused.residual import MAX_PROGRAMS
+from kernels.fused.layout import Branches, Parts, RowMap
+from kernels.fused.residual import MAX_PROGRAMS, added_row
 from kernels.rope import apply_rope
 
 
 def rope_rows(
-    parts_KRN: torch.Tensor,
+    parts: Parts,
     bias_N: torch.Tensor | None,
     rows: RowMap,
     branches: Branches,
@@ -34,10 +34,10 @@ def rope_rows(
     returns), then rotated by halves and, for queries, scaled in float32, and rounded again at the end. A row's
     position is ``start_S`` of its slot plus t; the tables, in any dtype, are read at it.
     """
-    num_parts, num_rows, _ = parts_KRN.shape
+    num_parts, num_rows, _ = parts.values_KRN.shape
     num_heads, num_kv_heads, head_dim = q_RHD.shape[1], k_RGD.shape[1], q_RHD.shape[2]
     all_heads = num_heads + 2 * num_kv_heads
-    for tensor in (parts_KRN, cos_PD, sin_PD, q_RHD, k_RGD, v_RGD):
+    for tensor in (parts.values_KRN[0], cos_PD, sin_PD, q_RHD, k_RGD, v_RGD):
         assert tensor.is_contiguous()
     # Small tiles while the programs for all rows fit. Elementwise, so the choice does not show in the bits.
     heads_per_tile = next((n for n in (4, 8) if num_rows * triton.cdiv(all_heads, n) <= MAX_PROGRAMS), 16)
@@ -45,8 +45,9 @@ def rope_rows(
     num_tiles = triton.cdiv(all_heads, heads_per_tile)
     half = triton.next_power_of_2(head_dim // 2)
     _rope_kernel[(num_tiles, min(num_rows, max(1, MAX_PROGRAMS // num_tiles)))](
-        parts_KRN,
-        parts_KRN if bias_N is None else bias_N,
+        parts.values_KRN,
+        rows.count_1 if parts.used_1 is None else parts.used_1,
+        parts.values_KRN if bias_N is None else bias_N,
         rows.count_1,
         rows.position_R,
         branches.slot_A,
@@ -58,6 +59,7 @@ def rope_rows(
         k_RGD,
         v_RGD,
         num_rows,
+        parts.stride,
         T=branches.tokens_SBT.shape[2],
         K=num_parts,
         H=num_heads,
@@ -66,21 +68,22 @@ def rope_rows(
         BH=heads_per_tile,
         BD=half,
         BIAS=bias_N is not None,
+        COUNTED=parts.used_1 is not None,
         ONE_SLOT=len(branches.start_S) == 1,
         num_warps=8 if heads_per_tile * half > 512 else 4,
         enable_fp_fusion=False,
-        **early(parts_KRN),
-        **overlapped(parts_KRN),
+        **early(q_RHD),
+        **overlapped(q_RHD),
     )
 
 
 @triton.jit
-def _sum_parts(p_parts, b_bias, i_row, o_n, m_n, num_rows, dtype, K: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
+def _sum_parts(
+    p_parts, b_bias, i_row, o_n, m_n, stride, used, dtype,
+    K: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
     """Output of the projection at columns o_n of a row, rounded to ``dtype``, in float32."""
-    i_row = tl.cast(i_row, tl.int64)
-    b_x = tl.load(p_parts + i_row * N + o_n, mask=m_n, other=0.0)
-    for k in tl.static_range(1, K):
-        b_x += tl.load(p_parts + (i_row + k * num_rows) * N + o_n, mask=m_n, other=0.0)
+    b_x = added_row(p_parts, i_row, stride, used, o_n, m_n, N, K, COUNTED)
     if BIAS:
         b_x += b_bias.to(tl.float32)
     return b_x.to(dtype).to(tl.float32)
@@ -97,6 +100,7 @@ def _store_heads(p_out, i_row, o_h, m_h, o_d, m_d, b_x, heads: tl.constexpr, D: 
 @triton.jit
 def _rope_kernel(
     p_parts,
+    p_used,
     p_bias,
     p_count,
     p_position,
@@ -109,6 +113,7 @@ def _rope_kernel(
     p_k,
     p_v,
     num_rows,
+    stride,
     T: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -117,6 +122,7 @@ def _rope_kernel(
     BH: tl.constexpr,
     BD: tl.constexpr,
     BIAS: tl.constexpr,
+    COUNTED: tl.constexpr,
     ONE_SLOT: tl.constexpr,
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -142,9 +148,16 @@ def _rope_kernel(
     for i_row in range(tl.program_id(1), num_rows, tl.num_programs(1)):
         i_p = tl.load(p_position + i_row, cache_modifier=CACHE)
         if i_row < count:
+            used = K
             if not EARLY:
-                b_first = _sum_parts(p_parts, b_bias1, i_row, o_n, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
-                b_second = _sum_parts(p_parts, b_bias2, i_row, o_n + HALF, m_n, num_rows, dtype, K, N, BIAS)
+                if COUNTED:
+                    used = tl.load(p_used)
+                b_first = _sum_parts(
+                    p_parts, b_bias1, i_row, o_n, m_n, stride, used, dtype, K, N, BIAS, COUNTED
+                )  # [BH, BD]
+                b_second = _sum_parts(
+                    p_parts, b_bias2, i_row, o_n + HALF, m_n, stride, used, dtype, K, N, BIAS, COUNTED
+                )
             i_slot = 0
             if not ONE_SLOT:
                 i_slot = tl.load(p_slot + i_p // T, cache_modifier=CACHE)
@@ -157,8 +170,14 @@ def _rope_kernel(
             scale = tl.load(p_scale + position).to(tl.float32)
             if EARLY:
                 wait_for_inputs(OVERLAP)
-                b_first = _sum_parts(p_parts, b_bias1, i_row, o_n, m_n, num_rows, dtype, K, N, BIAS)  # [BH, BD]
-                b_second = _sum_parts(p_parts, b_bias2, i_row, o_n + HALF, m_n, num_rows, dtype, K, N, BIAS)
+                if COUNTED:
+                    used = tl.load(p_used)
+                b_first = _sum_parts(
+                    p_parts, b_bias1, i_row, o_n, m_n, stride, used, dtype, K, N, BIAS, COUNTED
+                )  # [BH, BD]
+                b_second = _sum_parts(
+                    p_parts, b_bias2, i_row, o_n + HALF, m_n, stride, used, dtype, K, N, BIAS, COUNTED
+                )
             b_turned1 = b_first * b_cos1 - b_second * b_sin1  # [BH, BD]
             b_turned2 = b_second * b_cos2 + b_first * b_sin2
 
@@ -173,7 +192,7 @@ def _rope_kernel(
 
 
 def rope_rows_reference(
-    parts_KRN: torch.Tensor,
+    parts: Parts,
     bias_N: torch.Tensor | None,
     rows: RowMap,
     branches: Branches,
@@ -186,9 +205,7 @@ def rope_rows_reference(
 ) -> None:
     """The same in plain torch."""
     count, block, dtype = int(rows.count_1), branches.tokens_SBT.shape[2], q_RHD.dtype
-    total, *others = parts_KRN[:, :count].unbind(0)
-    for part in others:
-        total = total + part
+    total = parts.total(slice(count))
     if bias_N is not None:
         total = total + bias_N.float()
     head_dim = q_RHD.shape[2]

@@ -10,12 +10,11 @@ E hidden width, H/G query/key-value heads, D head width, L layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
-from kernels.fused.layout import Addend, Branches, RowMap
-from kernels.fused.linear_plan import num_parts
+from kernels.fused.layout import Addend, Branches, Parts, RowMap
+from kernels.fused.linear_plan import make_parts, parts_size
 from kernels.fused.prefix_state import MAX_CHUNKS, PrefixState
 from specfold.backends.operations import Operations
 from specfold.forward import Folding
@@ -103,7 +102,10 @@ class FusedForward:
         self._q = buffer(rows, spec.num_heads, spec.head_dim)
         self._attended = buffer(rows, spec.num_heads * spec.head_dim)
         self._hidden = buffer(rows, spec.intermediate_size)
-        self._parts = torch.empty(_parts_size(model, rows), device=device, dtype=torch.float32)
+        weights = [(w.shape[0], w.shape[1]) for w in _split_weights(model)]
+        size = max(parts_size(n, k, dtype, rows) for n, k in weights)
+        self._parts = torch.empty(size, device=device, dtype=torch.float32)
+        self._parts_used_1 = torch.ones(1, device=device, dtype=torch.int32)
         self._prefix = PrefixState.allocate(self._q, spec.num_kv_heads, split=rows <= SPLIT_ROWS)
         self._rope: tuple[torch.Tensor, ...] = ()
         self.may_fold: RowMap | None = None
@@ -186,10 +188,10 @@ class FusedForward:
         ops.linear_rows(self._hidden, layer.down_EI, ffn_map.count_1, 1, parts)
         return middle, Addend(parts, ffn_map)
 
-    def _parts_for(self, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Partial sums [K, R, N] of a projection, in the one buffer that all share."""
-        size = _parts_shape(weight_NK, self.shape.num_rows)
-        return self._parts[: prod(size)].view(size)
+    def _parts_for(self, weight_NK: torch.Tensor) -> Parts:
+        """Partial sums of a projection, in the one buffer that all share."""
+        width, inner = weight_NK.shape
+        return make_parts(self._parts, self._parts_used_1, width, inner, weight_NK.dtype, self.shape.num_rows)
 
 
 def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape) -> int:
@@ -199,17 +201,13 @@ def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape) -> i
     arena = 2 * spec.num_layers * rows * kv * item
     streams = rows * item * (3 * spec.hidden_size + 2 * heads + spec.intermediate_size)
     shapes = ((heads + 2 * kv, spec.hidden_size), (spec.hidden_size, heads), (spec.hidden_size, spec.intermediate_size))
-    parts = 4 * max(num_parts(n, k, dtype, rows) * rows * n for n, k in shapes)
+    parts = 4 * max(parts_size(n, k, dtype, rows) for n, k in shapes)
     states = 4 * rows * (heads + 2 * spec.num_heads) * (MAX_CHUNKS if rows <= SPLIT_ROWS else 1)
     maps = spec.num_layers * 2 * (8 * shape.num_slots * shape.block + 4 * rows)
     return arena + streams + parts + states + maps
 
 
-def _parts_shape(weight_NK: torch.Tensor, rows: int) -> tuple[int, int, int]:
-    width, inner = weight_NK.shape
-    return num_parts(width, inner, weight_NK.dtype, rows), rows, width
-
-
-def _parts_size(model: Model, rows: int) -> int:
+def _split_weights(model: Model) -> tuple[torch.Tensor, ...]:
+    """One of each kind of weight whose output is partial sums."""
     layer = model.layers[0]
-    return max(prod(_parts_shape(w, rows)) for w in (layer.qkv_NE, layer.output_EN, layer.down_EI))
+    return layer.qkv_NE, layer.output_EN, layer.down_EI

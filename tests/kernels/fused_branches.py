@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.fused.layout import DENOISE, FINAL, VOID, Addend, Branches, RowMap
+from kernels.fused.layout import DENOISE, FINAL, VOID, Addend, Branches, Parts, RowMap
 from tests.kernels.fused_inputs import DEVICE, poisoned
 
 GARBAGE = 2**30
@@ -99,7 +99,14 @@ def random_addend(branches: Branches, num_parts: int, width: int, rows: RowMap |
         if rows is None and torch.rand(()) < 0.6:
             above = int(branches.index_SB[s, branches.parent_B[b]]) * branches.tokens_SBT.shape[2] + t
             parts[:, p] = parts[:, above]
-    return Addend(parts, rows)
+    return Addend(Parts(parts), rows)
+
+
+def counted(parts_KRN: torch.Tensor) -> Parts:
+    """The same sums, followed by a place that is not used."""
+    unused = torch.full_like(parts_KRN[:1], torch.nan)
+    used_1 = torch.tensor([len(parts_KRN)], dtype=torch.int32, device=parts_KRN.device)
+    return Parts(torch.cat([parts_KRN, unused]), used_1)
 
 
 def source_of(rows: RowMap, branches: Branches, slot: int, branch: int, t: int) -> int:

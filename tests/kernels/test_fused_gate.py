@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kernels.fused.gate import gate_rows, gate_rows_reference
-from kernels.fused.layout import DENOISE, FINAL, Addend, Branches, RowMap
+from kernels.fused.layout import DENOISE, FINAL, Addend, Branches, Parts, RowMap
 from kernels.norm import rms_norm
 from tests.kernels.fused_branches import (
     MIXED,
+    counted,
     empty_map,
     make_branches,
     positions,
@@ -86,8 +87,8 @@ def expected(
         x = source[branches.tokens_SBT[s, b, t] if by_token else p]
         if addend is not None:
             row = p if addend.rows is None else source_of(addend.rows, branches, s, b, t)
-            total = addend.parts_KRE[0, row]
-            for part in addend.parts_KRE[1:, row]:
+            total = addend.parts.values_KRN[0, row]
+            for part in addend.parts.values_KRN[1:, row]:
                 total = total + part
             x = (x.float() + total).to(source.dtype)
         values.append(x)
@@ -116,7 +117,7 @@ def test_gate_agrees_with_its_reference_and_the_definition(stage: str, delta: fl
         stage, random_addend(branches, 3, width, None)
     )
     if addend is not None:
-        addend.parts_KRE.mul_(0.05)
+        addend.parts.values_KRN.mul_(0.05)
     inherit = earlier if stage in ("own", "entry") else None
     weight = torch.rand(width, device=DEVICE).to(dtype)
     settings = (stage == "embedding", addend, weight, delta, inherit, stage == "own")
@@ -166,8 +167,8 @@ def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
     stream, out, normed = run(gate_rows, source, many, False, parts, weight, 0.1, None, False)
     for slot in (0, 3):
         at = int(many.index_SB[slot, 0]) * block
-        summed = parts.parts_KRE[0] + parts.parts_KRE[1]
-        addend = Addend(summed[None, at : at + block].contiguous(), None)
+        summed = (parts.parts.values_KRN[0] + parts.parts.values_KRN[1])[None, at : at + block].contiguous()
+        addend = Addend(counted(summed) if slot else Parts(summed), None)
         mine = run(gate_rows, source[at : at + block].contiguous(), alone, False, addend, weight, -1.0, None, False)
         assert torch.equal(mine[0], stream[at : at + block])
         assert torch.equal(rows_by_position(mine[1], mine[2]), normed[out.row_SBT[slot, 0].long()])
@@ -223,7 +224,7 @@ def test_real_widths(width: int, dtype: torch.dtype) -> None:
     branches = make_branches([[DENOISE] * 9, [DENOISE, DENOISE, FINAL, *[0] * 6]], block=32)
     source = make_source(branches, False, width, dtype)
     addend = random_addend(branches, 4, width, random_map(branches, 0.7))
-    addend.parts_KRE.mul_(0.02)
+    addend.parts.values_KRN.mul_(0.02)
     weight = torch.rand(width, device=DEVICE).to(dtype)
     settings = (False, addend, weight, 0.1, None, False)
     stream, out, normed = run(gate_rows, source, branches, *settings)

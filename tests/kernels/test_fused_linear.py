@@ -8,7 +8,19 @@ import pytest
 import torch
 
 from kernels.fused import linear
-from kernels.fused.linear_plan import HALF, NUM_SMS, PARALLEL_ROWS, Plan, num_parts, num_splits, plan, split_width
+from kernels.fused.layout import Parts
+from kernels.fused.linear_plan import (
+    HALF,
+    NUM_SMS,
+    PARALLEL_ROWS,
+    SIDE_BY_SIDE_ROWS,
+    Plan,
+    make_parts,
+    num_splits,
+    parts_size,
+    plan,
+    split_width,
+)
 from tests.kernels.fused_inputs import DEVICE, DTYPES, TOLERANCE, on_gpu, poisoned, relative_error
 
 REAL_WEIGHTS = [
@@ -52,8 +64,8 @@ def test_linear_matches(
     want_rN = x_RK[:rows].double() @ weight_NK.double().T
     for parts in cases(N, K, dtype):
         got, reference = poisoned(parts, R, N), poisoned(parts, R, N)
-        linear.linear_rows(x_RK, weight_NK, count_1, rows_per_count, got, tiles)
-        linear.linear_rows_reference(x_RK, weight_NK, count_1, rows_per_count, reference)
+        linear.linear_rows(x_RK, weight_NK, count_1, rows_per_count, Parts(got), tiles)
+        linear.linear_rows_reference(x_RK, weight_NK, count_1, rows_per_count, Parts(reference))
         assert got[:, rows:].isnan().all()
         assert reference[:, rows:].isnan().all()
         # Sums stay float32 whatever the inputs are, so the tolerance is that of float32.
@@ -87,8 +99,8 @@ def test_splits_in_one_program_add_up_to_the_bits_of_their_sum(dtype: torch.dtyp
     parts, whole = poisoned(num_splits(N, K, dtype), R, N), poisoned(1, R, N)
     assert len(parts) > 1
     for tiles in (ONE_HEIGHT, replace(ONE_HEIGHT, tma=True)):
-        linear.linear_rows(x_RK, weight_NK, count_1, 1, parts, tiles)
-        linear.linear_rows(x_RK, weight_NK, count_1, 1, whole, tiles)
+        linear.linear_rows(x_RK, weight_NK, count_1, 1, Parts(parts), tiles)
+        linear.linear_rows(x_RK, weight_NK, count_1, 1, Parts(whole), tiles)
         in_order = parts[0].clone()
         for part_RN in parts[1:]:
             in_order += part_RN
@@ -131,9 +143,46 @@ def run_both(x_RK: torch.Tensor, weight_NK: torch.Tensor, tiles: Plan) -> tuple[
     parts_KRN = poisoned(num_splits(N, K, x_RK.dtype), R, N)
     hidden_RI = poisoned(R, N // 2, dtype=x_RK.dtype)
     count_1 = torch.tensor([R], dtype=torch.int32, device=DEVICE)
-    linear.linear_rows(x_RK.contiguous(), weight_NK, count_1, 1, parts_KRN, tiles)
+    linear.linear_rows(x_RK.contiguous(), weight_NK, count_1, 1, Parts(parts_KRN), tiles)
     linear.swiglu_rows(x_RK.contiguous(), weight_NK, count_1, 1, hidden_RI, tiles)
     return parts_KRN, hidden_RI
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tma", [False, True], ids=["copies", "tma"])
+def test_the_number_of_rows_decides_whether_sums_stand_side_by_side(dtype: torch.dtype, tma: bool) -> None:
+    N, K, room, place = 96, 640, 200, 70
+    x_RK, weight_NK, _ = inputs(room, N, K, dtype, room)
+    splits = num_splits(N, K, dtype)
+    assert splits > 1
+    tiles = replace(COPIES, heights=(32, 64), slots=NUM_SMS, tma=tma)
+    in_turn = poisoned(1, room, N)
+    linear.linear_rows(x_RK, weight_NK, torch.tensor([room], device=DEVICE), 1, Parts(in_turn), ONE_HEIGHT)
+    for count in (0, 1, place, place + 1, room):
+        count_1 = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+        used_1 = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+        buffer = poisoned((splits - 1) * place + room, N)
+        parts = Parts(buffer.as_strided((splits, room, N), (place * N, N, 1)), used_1)
+        linear.linear_rows(x_RK, weight_NK, count_1, 1, parts, tiles)
+        assert int(used_1) == (splits if 0 < count <= place else 1), "so small a product leaves most of the chip idle"
+        assert torch.equal(parts.total(slice(count)), in_turn[0, :count])
+        reference = Parts(poisoned(1, room, N), torch.empty_like(used_1))
+        linear.linear_rows_reference(x_RK, weight_NK, count_1, 1, reference)
+        assert int(reference.used_1) == 1
+        assert relative_error(parts.total(slice(count)), reference.total(slice(count))) < 2e-5
+
+
+@pytest.mark.parametrize("rows", [32, PARALLEL_ROWS, PARALLEL_ROWS + 1, 1152, 18432])
+@pytest.mark.parametrize(("N", "K"), REAL_WEIGHTS)
+def test_places_of_partial_sums_lie_in_their_buffer(N: int, K: int, rows: int) -> None:
+    dtype = torch.bfloat16
+    buffer, used_1 = torch.empty(parts_size(N, K, dtype, rows), device="meta"), torch.ones(1, device="meta")
+    parts = make_parts(buffer, used_1, N, K, dtype, rows)
+    splits = num_splits(N, K, dtype)
+    assert parts.values_KRN.shape == (splits, rows, N)
+    assert (parts.used_1 is not None) == (splits > 1 and rows > PARALLEL_ROWS)
+    assert parts.stride == (rows if rows <= PARALLEL_ROWS else min(rows, SIDE_BY_SIDE_ROWS))
+    assert (splits - 1) * parts.stride * N + rows * N == buffer.numel()
 
 
 @pytest.mark.parametrize(("N", "K"), REAL_WEIGHTS)
@@ -141,6 +190,4 @@ def test_splits_of_real_weights_fill_the_chip_and_none_is_empty(N: int, K: int) 
     splits = num_splits(N, K, torch.bfloat16)
     assert (splits - 1) * split_width(K, splits) < K <= splits * split_width(K, splits)
     tile_n = plan(N, K, torch.bfloat16, 288).tile_n
-    assert NUM_SMS * 0.7 <= N / tile_n * splits <= 2 * NUM_SMS, "two programs reside on a multiprocessor"
-    assert num_parts(N, K, torch.bfloat16, PARALLEL_ROWS) == splits
-    assert num_parts(N, K, torch.bfloat16, PARALLEL_ROWS + 1) == 1
+    assert NUM_SMS * 0.35 <= N / tile_n * splits <= 2 * NUM_SMS, "two programs reside on a multiprocessor"

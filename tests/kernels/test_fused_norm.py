@@ -7,13 +7,14 @@ import torch
 from triton import jit
 from triton import language as tl
 
-from kernels.fused.layout import HeadRows
+from kernels.fused.layout import Addend, HeadRows
 from kernels.fused.norm import head_norm, head_norm_reference
 from kernels.fused.residual import highest_bit
 from kernels.norm import rms_norm
 from tests.kernels.fused_branches import (
     GARBAGE,
     MIXED,
+    counted,
     make_branches,
     positions,
     random_addend,
@@ -45,8 +46,8 @@ def test_head_norm(width: int, num_parts: int, mapped: bool, dtype: torch.dtype)
     want = []
     for p, s, b, t in chosen:
         row = source_of(rows, branches, s, b, t) if rows else p
-        total = addend.parts_KRE[0, row]
-        for part in addend.parts_KRE[1:, row]:
+        total = addend.parts.values_KRN[0, row]
+        for part in addend.parts.values_KRN[1:, row]:
             total = total + part
         want.append((stream[p].float() + total).to(dtype))
     wanted = rms_norm(torch.stack(want), weight, EPS)
@@ -57,7 +58,8 @@ def test_head_norm(width: int, num_parts: int, mapped: bool, dtype: torch.dtype)
         assert relative_error(out[: len(chosen)], wanted) <= TOLERANCE[dtype]
         assert out[len(chosen) :].isnan().all()
         outputs.append(out)
-    # The same rows in another order, fewer of them: the same bits.
+    # The same rows in another order, fewer of them, their sums counted: the same bits.
+    addend = Addend(counted(addend.parts.values_KRN), rows)
     few = poisoned(len(stream), width, dtype=dtype)
     head_norm(stream, addend, branches, head_rows([at[0] for at in chosen[3::-1]], len(stream)), weight, EPS, few)
     assert torch.equal(few[:4], outputs[0][:4].flip(0))

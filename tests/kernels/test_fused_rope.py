@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.fused.layout import Branches, RowMap
+from kernels.fused.layout import Branches, Parts, RowMap
 from kernels.fused.rope import rope_rows, rope_rows_reference
 from kernels.rope import apply_rope
-from tests.kernels.fused_branches import MIXED, make_branches, random_map
+from tests.kernels.fused_branches import MIXED, counted, make_branches, random_map
 from tests.kernels.fused_inputs import DEVICE, DTYPES, TOLERANCE, on_gpu, poisoned, relative_error
 
 HEADS = [(4, 1, 24), (6, 3, 16), (5, 1, 64), (3, 1, 128)]
@@ -27,8 +27,8 @@ def make_parts(rows: RowMap, num_parts: int, width: int) -> torch.Tensor:
 
 
 def run(rope, parts, bias, rows, branches, tables, heads, kv_heads, head_dim, dtype) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
-    out = [poisoned(parts.shape[1], n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
-    rope(parts, bias, rows, branches, *tables, *out)
+    out = [poisoned(len(rows.position_R), n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+    rope(parts if isinstance(parts, Parts) else Parts(parts), bias, rows, branches, *tables, *out)
     return out
 
 
@@ -83,6 +83,9 @@ def test_a_rows_bits_depend_neither_on_count_nor_on_place(dtype: torch.dtype) ->
     many[0, :count] = (few[0] + few[1])[:count].flip(0)
     rows.position_R[:count] = rows.position_R[:count].flip(0)
     for got, small in zip(run(rope_rows, many, None, rows, *settings), want, strict=True):
+        assert torch.equal(got[:count].flip(0), small[:count])
+    # Sums in more places than are used.
+    for got, small in zip(run(rope_rows, counted(many), None, rows, *settings), want, strict=True):
         assert torch.equal(got[:count].flip(0), small[:count])
 
 

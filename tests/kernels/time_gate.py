@@ -24,7 +24,7 @@ from statistics import median
 import torch
 
 from kernels.fused import gate, residual
-from kernels.fused.layout import DENOISE, Addend, Branches, RowMap
+from kernels.fused.layout import DENOISE, Addend, Branches, Parts, RowMap
 
 BF16 = torch.bfloat16
 BLOCK, LAUNCHES, DELTA = 32, 20, 0.1
@@ -129,7 +129,7 @@ class Bench:
         before.keep_ST.copy_((self.kept_SBT * (1 << torch.arange(B, device="cuda"))[:, None]).sum(1))
         before.row_SBT.copy_((self.kept_SBT.flatten().cumsum(0) - 1).view(S, B, T))
         out = torch.empty_like(source), torch.empty_like(source)
-        return source, Addend(parts, before if self.case.mapped else None), before, self.empty_map(), *out
+        return source, Addend(Parts(parts), before if self.case.mapped else None), before, self.empty_map(), *out
 
     def run(self, launches: int = LAUNCHES) -> None:
         for i in range(launches):

@@ -25,8 +25,9 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
+from kernels.fused.layout import Parts
 from kernels.fused.linear import project_rows
-from kernels.fused.linear_plan import FULL, HALF, PARALLEL_ROWS, Plan, num_splits, plan
+from kernels.fused.linear_plan import FULL, HALF, NUM_SMS, PARALLEL_ROWS, SIDE_BY_SIDE_ROWS, Plan, num_splits, plan
 
 SHAPES = {
     "1.5B": {"gate_up": (8960, 1536), "down": (1536, 8960), "qkv": (2048, 1536), "o": (1536, 1536)},
@@ -48,11 +49,12 @@ class Candidate:
     tiles: Plan
     gated: bool
     sequential: bool = False
+    """Splits one after another, or as the number of rows decides where the plan has slots."""
 
     @property
     def name(self) -> str:
         t = self.tiles
-        how = ("tma" if t.tma else "cp") + (" seq" if self.sequential else "")
+        how = ("tma" if t.tma else "cp") + (" seq" if self.sequential else "") + (" cut" if t.slots else "")
         early = f" early {t.prefetch >> 20}M" if t.prefetch else ""
         return f"n{t.tile_n} h{t.tall}/{len(t.heights)} k{t.tile_k} w{t.num_warps} {t.shared // 1024}K {how}{early}"
 
@@ -75,23 +77,22 @@ def candidates(room: int, gated: bool) -> list[Candidate]:
         early = [replace(t, prefetch=size << 20) for t in tiles[:2] for size in (4, 8, 16)]
         return [Candidate(t, gated) for t in tiles + early]
     if room == 288:
-        wide = replace(few, tile_n=128, num_warps=8, shared=FULL if gated else HALF)
-        tiles = [few, replace(few, shared=FULL), wide, replace(wide, heights=(32, 64, 96, 128), shared=FULL)]
-        return [Candidate(t, gated) for t in (*tiles, replace(few, prefetch=8 << 20))]
-    base = Plan(heights=(64, 128, 192, 256), tile_n=64, tile_k=64, num_warps=8, shared=FULL, tma=True)
-    square = replace(base, heights=(64, 96, 128), shared=HALF)
-    wide = replace(square, tile_n=128)
+        wide = replace(few, tile_n=128, num_warps=8, shared=FULL)
+        tiles = [few, replace(few, shared=FULL), replace(few, shared=72 * 1024), wide]
+        return [Candidate(t, gated) for t in tiles]
     if gated:
-        tiles = [base, replace(base, heights=(64, 128, 192)), square, few, replace(wide, shared=FULL)]
+        square = replace(few, heights=(64, 96, 128), num_warps=8)
+        tiles = [replace(few, slots=2 * NUM_SMS), few, square, replace(square, slots=2 * NUM_SMS)]
         return [Candidate(t, True) for t in tiles]
-    tiles = [base, few, wide, replace(wide, shared=FULL), replace(wide, heights=(64, 128, 192), shared=FULL)]
-    tall = replace(wide, heights=(64, 128, 256), shared=FULL)
-    return [Candidate(t, False, True) for t in tiles] + [Candidate(t, False) for t in (*tiles, tall)]
+    wide = replace(few, heights=(64, 96, 128), tile_n=128, num_warps=8, shared=FULL)
+    tall = replace(wide, heights=(64, 96, 128, 192))
+    cut = [replace(t, slots=NUM_SMS) for t in (wide, tall)] + [replace(few, slots=2 * NUM_SMS)]
+    return [Candidate(t, False, True) for t in (*cut, wide, few)]
 
 
 def default_of(N: int, K: int, room: int, gated: bool) -> Candidate:
     sequential = not gated and room > PARALLEL_ROWS
-    return Candidate(plan(N, K, BF16, room, gated=gated, parallel=not sequential), gated, sequential)
+    return Candidate(plan(N, K, BF16, room, gated=gated), gated, sequential)
 
 
 def every_candidate() -> list[Candidate]:
@@ -104,7 +105,7 @@ def every_candidate() -> list[Candidate]:
 
 def call(
     candidate: Candidate, x_RK: torch.Tensor, weight: torch.Tensor, count_1: torch.Tensor, splits: int,
-    out: torch.Tensor,
+    out: Parts,
 ) -> None:  # fmt: skip
     N = weight.shape[0] // (2 if candidate.gated else 1)
     project_rows(x_RK, weight, count_1, 1, out, N, 1 if candidate.gated else splits, candidate.gated, candidate.tiles)
@@ -112,7 +113,7 @@ def call(
 
 def call_all(
     candidate: Candidate, x_RK: torch.Tensor, weights: list[torch.Tensor], count_1: torch.Tensor, splits: int,
-    out: torch.Tensor,
+    out: Parts,
 ) -> None:  # fmt: skip
     for weight in weights:
         call(candidate, x_RK, weight, count_1, splits, out)
@@ -123,10 +124,15 @@ def cublas_all(x_RK: torch.Tensor, weights: list[torch.Tensor]) -> None:
         F.linear(x_RK, weight)
 
 
-def output(candidate: Candidate, R: int, N: int, splits: int) -> torch.Tensor:
+def output(candidate: Candidate, R: int, N: int, splits: int) -> Parts:
     if candidate.gated:
-        return torch.full((R, N), torch.nan, device="cuda", dtype=BF16)
-    return torch.full((1 if candidate.sequential else splits, R, N), torch.nan, device="cuda")
+        return Parts(torch.full((1, R, N), torch.nan, device="cuda", dtype=BF16))
+    if candidate.sequential and candidate.tiles.slots and splits > 1:
+        stride = min(SIDE_BY_SIDE_ROWS, R)
+        buffer = torch.full((((splits - 1) * stride + R) * N,), torch.nan, device="cuda")
+        used_1 = torch.ones(1, device="cuda", dtype=torch.int32)
+        return Parts(buffer.as_strided((splits, R, N), (stride * N, N, 1)), used_1)
+    return Parts(torch.full((1 if candidate.sequential else splits, R, N), torch.nan, device="cuda"))
 
 
 def compile_one(candidate: Candidate) -> str | None:
@@ -155,15 +161,10 @@ def changed_bits(candidate: Candidate) -> list[str]:
         splits = num_splits(N, K, BF16)
         want = output(first, 304, N, splits)
         call(first, x_RK, weight, torch.tensor([304], device="cuda", dtype=torch.int32), splits, want)
-        if candidate.sequential:
-            total = want[:1].clone()
-            for part_RN in want[1:]:
-                total += part_RN
-            want = total
         for rows, room in ((32, 32), (32, 304), (70, 96), (96, 304), (160, 160), (230, 304), (304, 304)):
             got = output(candidate, room, N, splits)
             call(candidate, x_RK[:room], weight, torch.tensor([rows], device="cuda", dtype=torch.int32), splits, got)
-            if not torch.equal(got[..., :rows, :], want[..., :rows, :]) or not got[..., rows:, :].isnan().all():
+            if not torch.equal(got.total(slice(rows)), want.total(slice(rows))):
                 found.append(f"{N}x{K} rows {rows} of {room}")
     return found
 
@@ -192,9 +193,7 @@ def split_choices(candidate: Candidate, N: int, K: int, room: int) -> list[int]:
     if candidate.gated:
         return [1]
     fewer = [splits for splits in (3, 2, 1) if splits < default]
-    if candidate.sequential:
-        return [splits for splits in (default, *fewer) if splits > 1]
-    return [1] if room > 288 else [default, *fewer]
+    return [default, *(fewer if room <= 288 else ())]
 
 
 def time_shape(N: int, K: int, gated: bool, room: int, usable: set[Candidate]) -> Iterator[Record]:
