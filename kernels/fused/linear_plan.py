@@ -29,6 +29,8 @@ FEW_ROWS = 320
 PARALLEL_ROWS = 320
 """Up to this room splits always run in parallel. Beyond it the number of rows decides: tiles may fill the chip alone,
 and the gate reads all partial sums of every position."""
+SHARED: dict[tuple[int, int], int] = {}
+"""Exceptions by (N, K) to the bytes of shared memory of launches for one slot."""
 SIDE_BY_SIDE_ROWS = 640
 """Beyond ``PARALLEL_ROWS``, most rows whose partial sums may stand side by side; more fill the chip anyway."""
 PREFETCH = 8 << 20
@@ -83,8 +85,6 @@ def num_splits(N: int, K: int, dtype: torch.dtype) -> int:
         wanted = SPLITS[N, K]
     elif 3072 <= N <= K < 4 * N:
         wanted = 2
-    elif N >= 6144:
-        wanted = 1
     else:
         wanted = min(MAX_SPLITS, max(1, NUM_SMS // -(-N // 128)))
     return -(-K // split_width(K, wanted))
@@ -125,18 +125,20 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
     # The kernel before the down projection reads weights itself: memory does not idle, and what came early would have
     # left the cache again.
     prefetch = PREFETCH if gated or K < 2 * N else 0
+    # A long inner width and at most a program a multiprocessor: all of its memory for one deep pipeline.
+    is_deep = not gated and K >= 2 * N and -(-N // 64) * num_splits(N, K, dtype) <= NUM_SMS
+    shared = SHARED.get((N, K), FULL if is_deep else HALF)
     if max_rows <= 32:
         tile_k = 64 if gated else 128
-        return Plan((32,), tile_n=64, tile_k=tile_k, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
-    # Two programs of one warp group on a multiprocessor: one multiplies while the other waits. 80 rows serve nine
-    # branches that are 85% folded, 144 twice over nine that are not.
-    every = (32, 64, 80, 96, 128, 144, 160)
-    few = Plan(every, tile_n=64, tile_k=64, num_warps=4, shared=HALF, tma=tma, prefetch=prefetch)
+        return Plan((32,), tile_n=64, tile_k=tile_k, num_warps=4, shared=shared, tma=tma, prefetch=prefetch)
+    # Else two programs of one warp group on a multiprocessor: one multiplies while the other waits. 80 rows serve nine
+    # branches that are 85% folded, 144 twice or 288 once nine that are not.
+    heights = (32, 64, 80, 96, 128, 144, 160)
+    few = Plan(heights, tile_n=64, tile_k=64, num_warps=4, shared=shared, tma=tma, prefetch=prefetch)
     if max_rows <= FEW_ROWS:
-        columns = -(-N // 64) * (1 if gated else num_splits(N, K, dtype))
-        return replace(few, shared=FULL) if columns <= NUM_SMS else few
+        return replace(few, heights=(*heights, 288)) if is_deep else few
     if gated:
-        return replace(few, prefetch=0, slots=2 * NUM_SMS)
+        return replace(few, shared=HALF, prefetch=0, slots=2 * NUM_SMS)
     return Plan((64, 96, 128, 192), tile_n=128, tile_k=64, num_warps=8, shared=FULL, tma=tma, slots=NUM_SMS)
 
 

@@ -39,7 +39,17 @@ from tests.kernels.tune_linear import cublas_all, replay_us
 
 BF16 = torch.bfloat16
 PROFILED_STEPS = 5
-HEAD_ROWS = ((8, 32, 0), (32, 32, 0), (72, 144, 4), (72, 288, 4), (150, 288, 4), (270, 288, 4), (1152, 1152, 4))
+HEAD_ROWS = (
+    (8, 32, 0),
+    (32, 32, 0),
+    (72, 144, 4),
+    (108, 144, 4),
+    (144, 144, 4),
+    (72, 288, 4),
+    (150, 288, 4),
+    (270, 288, 4),
+    (1152, 1152, 4),
+)
 """Rows, room for rows and kept tokens of the head's launches."""
 
 
@@ -159,6 +169,8 @@ def head_plans(room: int, width: int) -> dict[str, HeadPlan]:
     }
     if base.max_registers:
         found["all registers"] = replace(base, max_registers=None)
+    if room == 144:
+        found["many"] = plan(FEW_ROWS + 1, width, BF16)
     if room > FEW_ROWS:
         found["two of 160"] = replace(base, heights=(64, 128, 160))
         found["h256"] = replace(base, heights=(64, 128, 192, 256))
