@@ -21,16 +21,13 @@ SPLIT_UNIT = 128
 """Cuts of K fall on multiples of this, which every ``tile_k`` divides."""
 MAX_SPLITS = 4
 """More partial sums would cost their readers more than they give: each is a float32 copy of the output."""
-SPLITS = {(1536, 8960): 5, (1536, 1536): 2}
-"""Exceptions by (N, K). 1536 x 8960: 24 tiles of 64, so 5 splits give 120 programs of 28 steps each. 1536 x 1536 is as
-quick with 2 as with more, and its sums are read for every position and again for its parent's."""
+SPLITS = {(1536, 8960): 5, (5120, 16384): 3}
+"""Exceptions by (N, K), whose tiles of 64 then fill the chip evenly: 24 times 5, and 80 times 3 two at a time."""
 FEW_ROWS = 320
 """Up to this room a step is one slot: weights are read once or twice, memory is the limit."""
 PARALLEL_ROWS = 320
 """Up to this room splits always run in parallel. Beyond it the number of rows decides: tiles may fill the chip alone,
 and the gate reads all partial sums of every position."""
-SHARED: dict[tuple[int, int], int] = {}
-"""Exceptions by (N, K) to the bytes of shared memory of launches for one slot."""
 SIDE_BY_SIDE_ROWS = 640
 """Beyond ``PARALLEL_ROWS``, most rows whose partial sums may stand side by side; more fill the chip anyway."""
 PREFETCH = 8 << 20
@@ -69,8 +66,8 @@ class Plan:
         return self.heights[-1]
 
 
-HALF, FULL = 108 * 1024, 216 * 1024
-"""Shared memory for two programs on a multiprocessor, and for one; the chip has 228 KB, 1 KB a program reserved."""
+THIRD, HALF, FULL = 72 * 1024, 108 * 1024, 216 * 1024
+"""Shared memory for three programs on a multiprocessor, for two and for one; it has 228 KB, 1 KB a program reserved."""
 
 
 def num_splits(N: int, K: int, dtype: torch.dtype) -> int:
@@ -127,8 +124,10 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
     prefetch = PREFETCH if gated or K < 2 * N else 0
     # A long inner width and at most a program a multiprocessor: all of its memory for one deep pipeline.
     is_deep = not gated and K >= 2 * N and -(-N // 64) * num_splits(N, K, dtype) <= NUM_SMS
-    shared = SHARED.get((N, K), FULL if is_deep else HALF)
+    shared = FULL if is_deep else HALF
     if max_rows <= 32:
+        if gated and 2 * NUM_SMS < -(-N // 64) <= 3 * NUM_SMS:
+            shared = THIRD  # Otherwise a few tiles would come after all others.
         tile_k = 64 if gated else 128
         return Plan((32,), tile_n=64, tile_k=tile_k, num_warps=4, shared=shared, tma=tma, prefetch=prefetch)
     # Else two programs of one warp group on a multiprocessor: one multiplies while the other waits. 80 rows serve nine
