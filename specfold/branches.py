@@ -28,8 +28,9 @@ class GraphTensors:
     """Steps from the main state; 0 for the main state itself."""
 
     @classmethod
-    def build(cls, graph: DraftGraph, device: torch.device) -> GraphTensors:
-        ranks = torch.full((len(graph) + 1, graph.num_positions), -1, dtype=torch.long)
+    def build(cls, graph: DraftGraph, device: torch.device, min_ranks: int = 0) -> GraphTensors:
+        """``min_ranks``: position ranks to have distributions for, even if the graph names fewer."""
+        ranks = torch.full((len(graph) + 1, max(graph.num_positions, min_ranks)), -1, dtype=torch.long)
         for n, formula in enumerate(graph.formulas):
             for i, j in formula:
                 ranks[n + 1, i] = j
