@@ -122,6 +122,8 @@ class JobConfig:
     draft_graph: Annotated[str | None, Parameter(group=_DECODING)] = None
     """JSON file that replaces the default draft graph (python jobs/calibrate.py writes one), or auto: made from the
     job's own first rows before the first part, and kept in the output folder."""
+    draft_budget: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    """Of the drafts verify only so many a step, the likeliest; left out: all."""
     threshold: Annotated[float | None, Parameter(group=_DECODING)] = None
     """Unmask every position at least this confident; left out: one token a step."""
     small_block_size: Annotated[Int, Parameter(group=_DECODING)] = _ENGINE.small_block_size

@@ -117,7 +117,8 @@ class _Recorder(Watch):
     def before_step(self, slots: SlotState, context: StepContext) -> None:
         self._mask_id = context.mask_id
         masked_ST = slots.state_ST == context.mask_id
-        ranked = [x.tolist() for x in rank_candidates(slots, masked_ST, self.num_ranks, context.rules)]
+        position, token, _, usable = rank_candidates(slots, masked_ST, self.num_ranks, context.rules)
+        ranked = [x.tolist() for x in (position, token, usable)]
         state, drafting = slots.state_ST.tolist(), (slots.has_guess_S & masked_ST.any(-1)).tolist()
         for slot, active in enumerate(slots.active_S.tolist()):
             if active:

@@ -42,7 +42,7 @@ class TorchBackend:
             family=setup.family,
             rules=setup.rules,
             pool=self.pool,
-            graph=GraphTensors.build(setup.graph, device, watch.num_ranks if watch else 0),
+            graph=GraphTensors.build(setup.graph, device, watch.num_ranks if watch else 0, config.draft_budget),
             folding=Folding(config.fold_delta, config.ffn_gate),
             mask_id=setup.mask_id,
             stop_ids=torch.tensor(setup.stop_ids, dtype=torch.long, device=device),
