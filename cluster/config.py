@@ -4,13 +4,13 @@ It knows neither Ray nor the engine. The command line and YAML files are read in
 ``JobConfig`` has been checked, and a mistake is a ``UserError`` of one sentence.
 """
 
-from __future__ import annotations
+# No postponed annotations here: records derived from ``JobConfig`` in other modules need types, not their names.
 
 import hashlib
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from cyclopts import Group, Parameter, Token
@@ -24,6 +24,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 BUNDLED_PROMPTS = "bundled"
+AUTO_GRAPH = "auto"
 MAX_PARTS = 10_000
 STREAM_SHARD_ROWS = 1024
 _ENGINE = DecodeConfig()
@@ -119,7 +120,10 @@ class JobConfig:
     drafts: Annotated[Int, Parameter(group=_DECODING)] = _ENGINE.drafts
     """Draft branches verified beside the main one."""
     draft_graph: Annotated[str | None, Parameter(group=_DECODING)] = None
-    """JSON file that replaces the default draft graph."""
+    """JSON file that replaces the default draft graph (python jobs/calibrate.py writes one), or auto: made from the
+    job's own first rows before the first part, and kept in the output folder."""
+    draft_budget: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    """Of the drafts verify only so many a step, the likeliest; left out: all."""
     threshold: Annotated[float | None, Parameter(group=_DECODING)] = None
     """Unmask every position at least this confident; left out: one token a step."""
     small_block_size: Annotated[Int, Parameter(group=_DECODING)] = _ENGINE.small_block_size
@@ -170,7 +174,7 @@ class JobConfig:
     chat_template_text: Annotated[str | None, HIDDEN] = None
     """Content of the chat template's file, read once by the command so that workers need no file."""
     draft_graph_text: Annotated[str | None, HIDDEN] = None
-    """Content of the draft graph's file, read once by the command."""
+    """Content of the draft graph's file, read once by the command; with auto, what the run made for itself."""
     ray_address: Annotated[str | None, HIDDEN] = None
     """Where the environment says that a Ray cluster is; None: start a local one."""
     submitted: Annotated[bool, HIDDEN] = False
@@ -228,6 +232,10 @@ class JobConfig:
             f"--push-to-hub takes a dataset's name such as owner/name, not {repo!r}.",
         )
         _require(not self.hub_public or repo is not None, "--hub-public has no meaning without --push-to-hub.")
+        _require(
+            self.draft_graph != AUTO_GRAPH or (self.mode in ("spiffy", "specfold") and self.drafts > 0),
+            "--draft-graph auto needs drafts: --mode spiffy or specfold, and --drafts above 0.",
+        )
         _require(bool(self.model), "--model must not be empty.")
         _require(bool(self.prompts), "--prompts must not be empty.")
 
@@ -235,7 +243,8 @@ class JobConfig:
     def decode(self) -> DecodeConfig:
         """The engine's share of the settings."""
         values = {f.name: getattr(self, f.name) for f in fields(DecodeConfig)}
-        return DecodeConfig(**values | {"draft_graph": self.draft_graph_text or self.draft_graph})
+        file = None if self.draft_graph == AUTO_GRAPH else self.draft_graph
+        return DecodeConfig(**values | {"draft_graph": self.draft_graph_text or file})
 
     def identity(self) -> dict[str, Any]:
         """Settings that can change a token or a column, as JSON values.
@@ -255,6 +264,8 @@ class JobConfig:
             text = getattr(self, f"{name}_text")
             if text is not None:
                 values[name] = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+        if self.draft_graph == AUTO_GRAPH and self.draft_graph_text is not None:
+            values["draft_graph"] = f"{AUTO_GRAPH} {values['draft_graph']}"
         return values
 
     def to_dict(self) -> dict[str, Any]:
@@ -262,10 +273,10 @@ class JobConfig:
         values = {name: _plain(value) for name, value in asdict(self).items() if name != "ray_address"}
         return values | {name: without_secrets(values[name]) for name in ("model", "prompts", "output")}
 
-    def with_files(self) -> JobConfig:
+    def with_files(self) -> Self:
         """The same settings with the chat template and the draft graph read from their files."""
         template = None if self.chat_template in ("auto", "none") else _read(self.chat_template, "--chat-template")
-        graph = None if self.draft_graph is None else _read(self.draft_graph, "--draft-graph")
+        graph = None if self.draft_graph in (None, AUTO_GRAPH) else _read(str(self.draft_graph), "--draft-graph")
         return replace(self, chat_template_text=template, draft_graph_text=graph)
 
 

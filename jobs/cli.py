@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -33,6 +33,9 @@ _CONFIG_FLAG = "--config"
 _CONFIG = Parameter(name=_CONFIG_FLAG, group=Group("Model", sort_key=1), negative=())
 
 
+Settings = TypeVar("Settings", bound=JobConfig)
+
+
 def load_config(argv: Sequence[str], environment: Mapping[str, str]) -> JobConfig | None:
     """The settings of this call; None when help was asked for and printed. Raises ``UserError``."""
     file = _config_file(argv)
@@ -50,8 +53,8 @@ def load_config(argv: Sequence[str], environment: Mapping[str, str]) -> JobConfi
     try:
         config = app(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        raise UserError(_one_line(error)) from None
-    return None if config is None else _complete(config, environment)
+        raise UserError(one_line(error)) from None
+    return None if config is None else complete(config, environment)
 
 
 def _settings(
@@ -68,7 +71,7 @@ def _settings(
     return config or JobConfig()
 
 
-def _complete(config: JobConfig, environment: Mapping[str, str]) -> JobConfig:
+def complete(config: Settings, environment: Mapping[str, str]) -> Settings:
     """Fill in what depends on where the command runs: bundled files, the environment, absolute paths."""
     submitted = "RAY_JOB_CONFIG_JSON_ENV_VAR" in environment or "runtime_resources" in Path.cwd().parts
     prompts = config.prompts
@@ -147,6 +150,6 @@ def _is_hidden(name: str) -> bool:
     return name in ("chat_template_text", "draft_graph_text", "ray_address", "submitted")
 
 
-def _one_line(error: CycloptsError) -> str:
+def one_line(error: CycloptsError) -> str:
     message = " ".join(str(error).split())
     return message.replace("Unused Tokens:", "Unexpected arguments")

@@ -12,6 +12,7 @@ import torch
 
 from kernels.fused.layout import DENOISE, FINAL, VOID
 from kernels.noise import gumbel_noise_of
+from kernels.pruning import keep_best, to_units
 from specfold.drafts import DraftGraph
 from specfold.families.base import BlockRules, active_group, group_of
 from specfold.slots import SlotState, ending
@@ -26,16 +27,35 @@ class GraphTensors:
     parent_B: torch.Tensor
     depth_B: torch.Tensor
     """Steps from the main state; 0 for the main state itself."""
+    size_B: torch.Tensor
+    """Tokens that a branch puts."""
+    ancestors_B: torch.Tensor
+    """Bit set of a branch's ancestors along ``parent_B``, itself included."""
+    budget: int
+    """Most drafts of a slot that a step verifies."""
 
     @classmethod
-    def build(cls, graph: DraftGraph, device: torch.device) -> GraphTensors:
-        ranks = torch.full((len(graph) + 1, graph.num_positions), -1, dtype=torch.long)
+    def build(
+        cls, graph: DraftGraph, device: torch.device, min_ranks: int = 0, budget: int | None = None
+    ) -> GraphTensors:
+        """``min_ranks``: position ranks to have distributions for, if the graph names fewer; ``budget`` None: all."""
+        ranks = torch.full((len(graph) + 1, max(graph.num_positions, min_ranks)), -1, dtype=torch.long)
         for n, formula in enumerate(graph.formulas):
             for i, j in formula:
                 ranks[n + 1, i] = j
         parents = [0, *(graph.fold_parent(n) + 1 for n in range(len(graph)))]
         depths = [0, *(graph.depth(n) + 1 for n in range(len(graph)))]
-        return cls(ranks.to(device), torch.tensor(parents, device=device), torch.tensor(depths, device=device))
+        ancestors = [1]
+        for b in range(1, len(parents)):
+            ancestors.append(ancestors[parents[b]] | 1 << b)
+        return cls(
+            ranks.to(device),
+            torch.tensor(parents, device=device),
+            torch.tensor(depths, device=device),
+            (ranks >= 0).sum(-1).to(device),
+            torch.tensor(ancestors, device=device),
+            len(graph) if budget is None else budget,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +71,9 @@ def build_branches(
 ) -> BranchTable:
     """The main states and their drafts from the last accepted distribution.
 
-    A draft is void in a block's first step, where its formula goes beyond the masks left, and where it would end the
-    row (nothing follows it). Branches without a mask are final, those of finished main states too.
+    A draft is void in a block's first step, where its formula goes beyond the masks left, where it would end the row
+    (nothing follows it), and where its slot has ``graph.budget`` better ones. Branches without a mask are final, those
+    of finished main states too.
     """
     main_ST = slots.state_ST
     masked_ST = main_ST == mask_id
@@ -60,7 +81,8 @@ def build_branches(
     main_kind = torch.where(slots.active_S, torch.where(unfinished_S, DENOISE, FINAL), VOID)
     if len(graph.parent_B) == 1:
         return BranchTable(main_ST[:, None], main_kind[:, None])
-    position_SI, token_SIJ, usable_SIJ = rank_candidates(slots, masked_ST, graph.token_rank_BI.shape[1], rules)
+    num_ranks = graph.token_rank_BI.shape[1]
+    position_SI, token_SIJ, logprob_SIJ, usable_SIJ = rank_candidates(slots, masked_ST, num_ranks, rules)
     rank_SBI = graph.token_rank_BI.expand(slots.num_slots, -1, -1)
     chosen = rank_SBI >= 0
     rank_SIB = rank_SBI.clamp(min=0).transpose(1, 2)
@@ -80,6 +102,10 @@ def build_branches(
         stop_ids,
     )
     drafting = (slots.active_S & unfinished_S & slots.has_guess_S)[:, None] & valid_SB & ~ends.done_S
+    if graph.budget < len(graph.parent_B) - 1:
+        units_SBI = to_units(logprob_SIJ.gather(2, rank_SIB).transpose(1, 2))
+        worth_SB = torch.where(chosen, units_SBI, 0).sum(-1)
+        drafting = keep_best(worth_SB, drafting, graph.size_B, graph.parent_B, graph.ancestors_B, graph.budget)
     kind_SB = torch.where(drafting, torch.where(masked_SBT.any(-1), DENOISE, FINAL), VOID)
     kind_SB[:, 0] = main_kind
     return BranchTable(tokens_SBT, kind_SB)
@@ -87,17 +113,17 @@ def build_branches(
 
 def rank_candidates(
     slots: SlotState, masked_ST: torch.Tensor, num_ranks: int, rules: BlockRules
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Positions in the order the policy would take them, and their tokens best first.
 
-    Returns position [S, I], token [S, I, J], usable [S, I, J]. Rank i is judged under the noise of the i-th coming
-    step, whose block has i masks fewer.
+    Returns position [S, I], token [S, I, J], log-probability [S, I, J], usable [S, I, J]. Rank i is judged under the
+    noise of the i-th coming step, whose block has i masks fewer.
     """
     logprob, token = slots.guess_logprob_STJ, slots.guess_token_STJ
     masks_left_S = masked_ST.sum(-1)
     group_ST = group_of(masked_ST, rules)
     free_ST = masked_ST & torch.isfinite(logprob[..., 0])
-    positions, tokens, usables = [], [], []
+    positions, tokens, logprobs, usables = [], [], [], []
     for i in range(num_ranks):
         order_STJ, confidence_ST = _judge(slots, logprob, token, (masks_left_S - i).clamp(min=0))
         eligible = free_ST & (group_ST == active_group(free_ST, rules)[:, None])
@@ -106,10 +132,10 @@ def rank_candidates(
         order_SJ = order_STJ.gather(1, at).squeeze(1)
         positions.append(best_S)
         tokens.append(token.gather(1, at).squeeze(1).gather(1, order_SJ))
-        finite = torch.isfinite(logprob.gather(1, at).squeeze(1).gather(1, order_SJ))
-        usables.append(finite & eligible.any(-1, keepdim=True))
+        logprobs.append(logprob.gather(1, at).squeeze(1).gather(1, order_SJ))
+        usables.append(torch.isfinite(logprobs[-1]) & eligible.any(-1, keepdim=True))
         free_ST = free_ST.scatter(1, best_S[:, None], False)
-    return torch.stack(positions, 1), torch.stack(tokens, 1), torch.stack(usables, 1)
+    return tuple(torch.stack(found, 1) for found in (positions, tokens, logprobs, usables))
 
 
 def _judge(

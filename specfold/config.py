@@ -23,7 +23,7 @@ class DecodeConfig:
     ``delta``: largest relative residual at which a draft position inherits (SpecFold, paper default 0.1); below 0
     nothing folds. ``ffn_gate``: ``own`` tests the residual again before the FFN, ``entry`` is the paper's rule.
     ``drafts``: branches beside the main one; ``draft_graph``: a JSON file (or its text) that replaces the default
-    graph.
+    graph; ``draft_budget``: of those drafts, each step verifies only so many, the likeliest ones (None: all).
     ``threshold``: unmask every position at least this confident, and always the best one; None: one token a step
     (``linear_spec``: None fills the whole draft at once).
     ``max_new_tokens`` is exact: the stop token counts, nothing beyond it is returned.
@@ -34,6 +34,7 @@ class DecodeConfig:
     ffn_gate: FfnGate = "own"
     drafts: int = 4
     draft_graph: str | None = None
+    draft_budget: int | None = None
     threshold: float | None = None
     small_block_size: int = 8
     block_size: int | None = None
@@ -63,6 +64,11 @@ class DecodeConfig:
         require(self.mode in modes, f"mode must be one of {', '.join(modes)}, not {self.mode!r}.")
         require(self.ffn_gate in ("own", "entry"), f"ffn_gate must be own or entry, not {self.ffn_gate!r}.")
         require(0 <= self.drafts <= MAX_DRAFTS, f"drafts must be between 0 and {MAX_DRAFTS}, not {self.drafts}.")
+        budget = self.draft_budget
+        require(
+            budget is None or (type(budget) is int and 1 <= budget <= max(self.drafts, 1)),
+            f"draft_budget must be between 1 and drafts ({self.drafts}) or left out, not {budget!r}.",
+        )
         require(self.delta == self.delta and self.delta <= 10, f"delta must be a number up to 10, not {self.delta}.")
         require(
             self.threshold is None or 0 <= self.threshold <= 1,

@@ -21,6 +21,7 @@ from specfold.pages import PAGE_SIZE, pages_for
 from specfold.prefill import Prefill, prefill_length
 from specfold.request import ERROR, LENGTH, STOP, Completion, Request
 from specfold.text import cut_at_stop, decode_text
+from specfold.watch import Watch
 
 if TYPE_CHECKING:
     from specfold.engine import Engine
@@ -55,10 +56,10 @@ class _Leaving:
 class Decoder:
     """Decodes rows under one configuration in ``batch_size`` slots."""
 
-    def __init__(self, engine: Engine, config: DecodeConfig, batch_size: int) -> None:
+    def __init__(self, engine: Engine, config: DecodeConfig, batch_size: int, watch: Watch | None = None) -> None:
         self.engine = engine
         self.config = config
-        setup = run_setup(engine, config, batch_size)
+        setup = run_setup(engine, config, batch_size, watch)
         self.rules = setup.rules
         self.backend: Backend = make_backend(engine.backend, setup)
         self.rows: list[Row | None] = [None] * batch_size
@@ -196,7 +197,7 @@ class Decoder:
         return any(stop in text for stop in row.stop)
 
 
-def run_setup(engine: Engine, config: DecodeConfig, batch_size: int) -> RunSetup:
+def run_setup(engine: Engine, config: DecodeConfig, batch_size: int, watch: Watch | None = None) -> RunSetup:
     """What a backend needs to know of a run."""
     return RunSetup(
         model=engine.model,
@@ -209,6 +210,7 @@ def run_setup(engine: Engine, config: DecodeConfig, batch_size: int) -> RunSetup
         stop_ids=engine.stop_token_ids,
         vocab_size=engine.vocab_size,
         context_length=engine.context_length,
+        watch=watch,
     )
 
 

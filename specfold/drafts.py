@@ -25,16 +25,20 @@ Formula = frozenset[tuple[int, int]]
 class DraftGraph:
     """Nodes in an order in which parents come before children.
 
-    ``parents[n]`` lists nodes by index, empty where only the main state leads to node n. ``origin`` tells where the
-    graph came from (model, data, settings); it does not change decoding.
+    ``parents[n]`` lists nodes by index, empty where only the main state leads to node n. ``order`` lists the nodes from
+    the most to the least worth having, parents first; empty: as they stand. ``origin`` tells where the graph came from
+    (model, data, settings); it does not change decoding.
     """
 
     formulas: tuple[Formula, ...]
     parents: tuple[tuple[int, ...], ...]
-    origin: str = "default"
+    origin: str | dict[str, Any] = "default"
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self.formulas, self.parents)
+        if self.order and sorted(self.order) != list(range(len(self.formulas))):
+            raise ConfigError("The draft graph's order does not name every node once.")
 
     def __len__(self) -> int:
         return len(self.formulas)
@@ -59,32 +63,39 @@ class DraftGraph:
         return 0 if parent < 0 else 1 + self.depth(parent)
 
     def prefix(self, num_nodes: int) -> DraftGraph:
-        """The graph of the first nodes."""
-        return DraftGraph(self.formulas[:num_nodes], self.parents[:num_nodes], self.origin)
+        """The graph of the nodes most worth having."""
+        if num_nodes >= len(self):
+            return self
+        kept = sorted((self.order or range(len(self)))[:num_nodes])
+        place = {n: i for i, n in enumerate(kept)}
+        parents = tuple(tuple(place[p] for p in self.parents[n] if p in place) for n in kept)
+        order = tuple(place[n] for n in self.order[:num_nodes])
+        return DraftGraph(tuple(self.formulas[n] for n in kept), parents, self.origin, order)
 
     def to_json(self) -> dict[str, Any]:
         nodes = [
             {"formula": sorted(map(list, formula)), "parents": list(parents)}
             for formula, parents in zip(self.formulas, self.parents, strict=True)
         ]
-        return {"format": FORMAT, "origin": self.origin, "nodes": nodes}
+        return {"format": FORMAT, "origin": self.origin, "order": list(self.order), "nodes": nodes}
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
 
-def build_graph(formulas: Iterable[Iterable[tuple[int, int]]], origin: str) -> DraftGraph:
-    """Orders formulas by size and links each to every largest proper subset among them (all its parents).
+def build_graph(formulas: Iterable[Iterable[tuple[int, int]]], origin: str | dict[str, Any]) -> DraftGraph:
+    """Sorts formulas by size and links each to every largest proper subset among them (all its parents).
 
     Exactly one token a step makes every parent one token smaller; formulas of several tokens a step keep the subsets
-    that no other subset lies between.
+    that no other subset lies between. The graph's ``order`` is that in which the formulas were given.
     """
-    ordered = sorted({frozenset(map(tuple, f)) for f in formulas}, key=lambda f: (len(f), sorted(f)))
+    given = list(dict.fromkeys(frozenset((i, j) for i, j in f) for f in formulas))
+    ordered = sorted(given, key=lambda f: (len(f), sorted(f)))
     parents = []
     for n, formula in enumerate(ordered):
         subsets = [p for p in range(n) if ordered[p] < formula]
         parents.append(tuple(p for p in subsets if not any(ordered[p] < ordered[q] for q in subsets)))
-    return DraftGraph(tuple(ordered), tuple(parents), origin)  # type: ignore[arg-type]
+    return DraftGraph(tuple(ordered), tuple(parents), origin, tuple(ordered.index(f) for f in given))
 
 
 def default_graph(num_drafts: int) -> DraftGraph:
@@ -112,7 +123,9 @@ def load_graph(source: str | Path, num_drafts: int | None = None) -> DraftGraph:
     try:
         formulas = tuple(frozenset((int(i), int(j)) for i, j in node["formula"]) for node in value["nodes"])
         parents = tuple(tuple(int(p) for p in node.get("parents", ())) for node in value["nodes"])
-        graph = DraftGraph(formulas, parents, str(value.get("origin", "" if is_json else source)))
+        order = tuple(int(n) for n in value.get("order", ()))
+        origin = value.get("origin", "" if is_json else str(source))
+        graph = DraftGraph(formulas, parents, origin if isinstance(origin, dict) else str(origin), order)
     except (KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"{name} is not sound: {e}") from e
     if num_drafts is not None and len(graph) < num_drafts:
@@ -121,7 +134,7 @@ def load_graph(source: str | Path, num_drafts: int | None = None) -> DraftGraph:
 
 
 def graph_for(config: DecodeConfig) -> DraftGraph:
-    """The graph a run uses: the given one's first nodes, or the default one."""
+    """The graph a run uses: the best nodes of the given one, or the default one."""
     graph = (
         load_graph(config.draft_graph, config.num_drafts) if config.draft_graph else default_graph(config.num_drafts)
     )

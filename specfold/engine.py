@@ -16,6 +16,7 @@ from specfold.config import ConfigError, DecodeConfig
 from specfold.decoder import Decoder, run_setup
 from specfold.model import Model
 from specfold.request import Completion, Request
+from specfold.watch import Watch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IDLE_S = 0.002
@@ -127,23 +128,31 @@ class Engine:
         return [completion for completion in results if completion is not None]
 
     def stream(
-        self, requests: Iterable[Request | None], config: DecodeConfig | None = None, batch_size: int = 8
+        self,
+        requests: Iterable[Request | None],
+        config: DecodeConfig | None = None,
+        batch_size: int = 8,
+        watch: Watch | None = None,
     ) -> Iterator[Completion]:
         """Yields rows as they finish; pulls the next request when one of ``batch_size`` slots is free.
 
         A None from the iterator means that no request is there at the moment: the engine goes on with the rows it has
-        and asks again. With no row active the iterator may block.
+        and asks again. With no row active the iterator may block. ``watch`` looks on (torch backend only).
         """
-        for _, completion in self._run(iter(requests), config or DecodeConfig(), batch_size):
+        for _, completion in self._run(iter(requests), config or DecodeConfig(), batch_size, watch):
             yield completion
 
     def _run(
-        self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int
+        self,
+        requests: Iterator[Request | None],
+        config: DecodeConfig,
+        batch_size: int,
+        watch: Watch | None = None,
     ) -> Iterator[tuple[Request, Completion]]:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
         self.check_config(config)
-        decoder = Decoder(self, config, batch_size)
+        decoder = Decoder(self, config, batch_size, watch)
         exhausted = False
         while True:
             while decoder.has_free_slot and not exhausted:

@@ -22,6 +22,7 @@ from specfold.branches import BranchList
 from specfold.config import FfnGate
 from specfold.model import Model
 from specfold.pages import PagePool
+from specfold.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class _Step:
     """Slot of every flattened position, N = A * T."""
     rope_N: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """cos [N, D], sin [N, D] and query scale [N]."""
+    watch: Watch | None
 
 
 @dataclass(slots=True)
@@ -76,9 +78,11 @@ def forward_branches(
     final_mask_TT: torch.Tensor | None,
     folding: Folding,
     observe: Observer | None = None,
+    watch: Watch | None = None,
 ) -> ForwardOutput:
     """Runs all layers over the branches. ``final_mask_TT`` [T, T] is the attention inside final branches (None: full);
-    other branches see all of their block. ``observe`` gets each layer's hidden states by name."""
+    other branches see all of their block. ``observe`` gets each layer's hidden states by name, ``watch`` the residual
+    streams at both gates."""
     hidden = torch.nn.functional.embedding(branches.tokens_AT, model.embedding_VE)
     output = ForwardOutput(hidden)
     mask_ATT = None
@@ -88,7 +92,7 @@ def forward_branches(
     tables = model.rope_tables(int(position_N.max()) + 1)
     cos, sin, query_scale = (table[position_N].to(model.dtype) for table in tables)
     slot_N = branches.slot_A.repeat_interleave(branches.tokens_AT.shape[1])
-    shared = _Step(branches, prefix, mask_ATT, folding, slot_N, (cos, sin, query_scale))
+    shared = _Step(branches, prefix, mask_ATT, folding, slot_N, (cos, sin, query_scale), watch)
     if observe is not None:
         observe("embed", hidden)
     for i in range(len(model.layers)):
@@ -101,10 +105,14 @@ def forward_branches(
 
 def _layer(model: Model, index: int, h_ATE: torch.Tensor, shared: _Step, output: ForwardOutput) -> torch.Tensor:
     layer, folding = model.layers[index], shared.folding
+    if shared.watch is not None:
+        shared.watch.on_hidden(index, "entry", h_ATE)
     fold_qkv_AT = _gate(h_ATE, shared)
     rows_R, source_AT = _resolve(fold_qkv_AT, shared)
     attended_NX = _attention(model, index, h_ATE.flatten(0, 1)[rows_R], rows_R, source_AT, shared, output)
     mid_ATE = h_ATE + linear_rows(attended_NX, layer.output_EN).view_as(h_ATE)
+    if shared.watch is not None:
+        shared.watch.on_hidden(index, "middle", mid_ATE)
 
     fold_ffn_AT = fold_qkv_AT
     if folding.ffn_gate == "own" and folding.delta >= 0:

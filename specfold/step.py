@@ -20,6 +20,7 @@ from specfold.predict import Prediction, predict
 from specfold.prefill import write_final_kv
 from specfold.slots import Ending, SlotState, ending
 from specfold.verify import Walk, walk
+from specfold.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class StepContext:
     stop_ids: torch.Tensor
     num_top: int
     end_think_id: int | None
+    watch: Watch | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -60,12 +62,16 @@ class StepResult:
 
 def step(slots: SlotState, context: StepContext) -> StepResult:
     """Advances every active slot by one forward, in place."""
-    rules = context.rules
+    rules, watch = context.rules, context.watch
+    if watch is not None:
+        watch.before_step(slots, context)
     table = build_branches(slots, context.graph, rules, context.mask_id, context.stop_ids)
     branches = BranchList.of(table, context.graph, slots.start_S)
+    if watch is not None:
+        watch.on_branches(branches, slots, context)
     prefix = PrefixView(context.pool, slots.page_table_SP, slots.start_S)
     final_mask = inside_mask(rules.final_mask, rules.block_size, rules.block_size, slots.state_ST.device)
-    output = forward_branches(context.model, branches, prefix, final_mask, context.folding)
+    output = forward_branches(context.model, branches, prefix, final_mask, context.folding, watch=watch)
     prediction = predict(
         context.model,
         output.hidden_ATE,
@@ -79,7 +85,10 @@ def step(slots: SlotState, context: StepContext) -> StepResult:
     after = walk(slots, table, branches, prediction, context.family, rules, context.mask_id, context.stop_ids)
     _commit(slots, after, branches, prediction, output, context)
     _keep_guess(slots, after, branches, prediction)
-    return _result(slots, after, table, branches, output, context)
+    result = _result(slots, after, table, branches, output, context)
+    if watch is not None:
+        watch.after_step(slots, result)
+    return result
 
 
 def _commit(

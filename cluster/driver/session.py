@@ -172,10 +172,16 @@ class _Keeper:
     pass
 
 
-def ray_map(name: str, environment: dict[str, Any], call: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """``map`` in helper tasks: results in order, a bounded number of items under way."""
+def ray_map(
+    name: str,
+    environment: dict[str, Any],
+    call: Callable[[Any], Any],
+    items: Iterable[Any],
+    resources: dict[str, float] | None = None,
+) -> Iterator[Any]:
+    """``map`` in helper tasks: results in order, a bounded number of items under way. ``resources``: one CPU each."""
     task: Any = ray.remote(_apply)
-    task = task.options(name=name, num_cpus=1, runtime_env=environment, max_retries=2)
+    task = task.options(name=name, runtime_env=environment, max_retries=2, **resources or {"num_cpus": 1})
     call_ref = ray.put(call)
     limit = 2 * max(int(ray.cluster_resources().get("CPU", 1)), 1)
     running: deque[Any] = deque()

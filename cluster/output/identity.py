@@ -6,7 +6,7 @@ import hashlib
 import platform
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 
@@ -14,12 +14,13 @@ from cluster.config import JobConfig
 from cluster.models import ModelRef
 from cluster.worker.guards import GUARDS_VERSION
 
+Settings = TypeVar("Settings", bound=JobConfig)
 DEVICE = "device"
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers")
 _RECORDED = ("ray", "pyarrow", "datasets", "numpy", "specfold")
 
 
-def resolve(config: JobConfig, device: Literal["cpu", "cuda"], shard_rows: int) -> JobConfig:
+def resolve(config: Settings, device: Literal["cpu", "cuda"], shard_rows: int) -> Settings:
     """The settings with every ``auto`` choice made; they are kept in ``run.json``."""
     return replace(
         config,

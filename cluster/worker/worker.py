@@ -126,10 +126,10 @@ class Worker:
                 "--output must be a folder or URL that every node shares."
             )
         if plan.device == "cpu":
-            _use_one_thread()
+            use_one_thread()
         folder = local_folder(plan.model)
         config = plan.config
-        engine = _import(plan.engine_factory)(
+        engine = import_factory(plan.engine_factory)(
             folder, device=plan.device, dtype=config.dtype, backend=config.backend,
             mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
         )  # fmt: skip
@@ -192,14 +192,14 @@ class Worker:
         return self._open < MAX_OPEN_SHARDS and waiting < self._plan.config.batch_size
 
 
-def _use_one_thread() -> None:
+def use_one_thread() -> None:
     """The engine's sums have a fixed order only in one thread."""
     import torch
 
     torch.set_num_threads(1)
 
 
-def _import(name: str) -> Callable[..., Any]:
+def import_factory(name: str) -> Callable[..., Any]:
     """``module:name.name`` -> the object."""
     module, _, path = name.partition(":")
     value: Any = importlib.import_module(module)

@@ -12,7 +12,9 @@ import triton.language as tl
 
 from kernels.fused.control import Graph, Rules, Slots
 from kernels.fused.noise import gumbel
+from kernels.fused.pruning import to_units
 from kernels.noise import gumbel_noise_of
+from kernels.pruning import to_units as to_units_reference
 
 SCAN = 32
 """Positions that others are compared with at a time."""
@@ -37,8 +39,10 @@ def draft_greedily(
     GROUP: tl.constexpr,
     MASK_ID: tl.constexpr,
     SCAN: tl.constexpr,
+    SCORED: tl.constexpr,
 ):
-    """Tokens [BB, BT] of all branches, and [BB] whether a branch's formula finds what it names.
+    """Tokens [BB, BT] of all branches, [BB] whether a branch's formula finds what it names, and where ``SCORED``, [BB]
+    the sum of its candidates' log-probabilities in units.
 
     Without noise the policy's order is a sort by group, confidence and position, found by comparing every position
     with every other, at once for all ranks.
@@ -63,7 +67,11 @@ def draft_greedily(
     o_guess = (i_s * T + o_t)[None, :] * J + j
     exists = chosen & (j < J)
     token = tl.load(p_guess_token + o_guess, mask=exists, other=0).to(tl.int32)
-    usable = is_finite(tl.load(p_guess_logprob + o_guess, mask=exists, other=float("-inf")))
+    logprob = tl.load(p_guess_logprob + o_guess, mask=exists, other=float("-inf"))
+    usable = is_finite(logprob)
+    worth = tl.zeros_like(o_b).to(tl.int64)
+    if SCORED:
+        worth = tl.sum(tl.where(chosen, to_units(logprob), 0), axis=1)
     # A formula that goes beyond the free positions finds fewer of its candidates than it names.
     o_i = tl.arange(0, BR)
     named = tl.load(
@@ -72,7 +80,7 @@ def draft_greedily(
         other=-1,
     )
     missing = tl.sum((named >= 0).to(tl.int32), axis=1) - tl.sum((chosen & usable).to(tl.int32), axis=1)
-    return tl.where(chosen, token, state[None, :]), missing == 0
+    return tl.where(chosen, token, state[None, :]), missing == 0, worth
 
 
 @triton.jit
@@ -95,6 +103,7 @@ def draft_under_noise(
     NUM_RANKS: tl.constexpr,
     GROUP: tl.constexpr,
     MASK_ID: tl.constexpr,
+    SCORED: tl.constexpr,
 ):
     """The same where rank i is judged under the noise of the i-th coming step, whose block has i masks fewer."""
     o_j = tl.arange(0, BJ)
@@ -112,6 +121,7 @@ def draft_under_noise(
     free = masked & is_finite(tl.max(tl.where(o_j[None, :] == 0, logprob, float("-inf")), axis=1))
     tokens = tl.where((o_b >= 0)[:, None], state[None, :], 0)
     missing = tl.zeros_like(o_b)
+    worth = tl.zeros_like(o_b).to(tl.int64)
     for i in range(NUM_RANKS):
         noise = gumbel(token, position, tl.maximum(masks_left - i, 0), sample, key0, key1)
         score = tl.where(temperature > 0, logprob / tl.maximum(temperature, 1e-6) + noise, logprob)
@@ -131,8 +141,12 @@ def draft_under_noise(
         usable_b = tl.sum(tl.where(hit, usable_j[None, :], 0), axis=1)
         tokens = tl.where((j >= 0)[:, None] & (o_t == at)[None, :], token_b[:, None], tokens)
         missing += ((j >= 0) & (usable_b == 0)).to(tl.int32)
+        if SCORED:
+            logprob_j = tl.sum(tl.where(here, logprob, 0.0), axis=0)
+            units_b = tl.sum(tl.where(hit, to_units(logprob_j)[None, :], 0), axis=1)
+            worth += tl.where(j >= 0, units_b, 0)
         free = free & (o_t != at)
-    return tokens, missing == 0
+    return tokens, missing == 0, worth
 
 
 @triton.jit
@@ -148,11 +162,12 @@ def is_finite(x):
     return tl.abs(x) < float("inf")
 
 
-def draft_tokens_reference(slots: Slots, graph: Graph, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [S, B, T] of all branches, and [S, B] whether a branch's formula finds what it names."""
+def draft_tokens_reference(slots: Slots, graph: Graph, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [S, B, T] of all branches, [S, B] whether a branch's formula finds what it names, and the sum of its
+    candidates' log-probabilities in units, [S, B]."""
     main_ST = slots.state_ST
     block = main_ST.shape[1]
-    position_SI, token_SIJ, usable_SIJ = _rank_candidates(slots, graph.num_ranks, rules)
+    position_SI, token_SIJ, logprob_SIJ, usable_SIJ = _rank_candidates(slots, graph.num_ranks, rules)
     rank_SBI = graph.token_rank_BI.long().expand(len(main_ST), -1, -1)
     chosen = rank_SBI >= 0
     rank_SIB = rank_SBI.clamp(min=0, max=token_SIJ.shape[2] - 1).transpose(1, 2)
@@ -162,17 +177,19 @@ def draft_tokens_reference(slots: Slots, graph: Graph, rules: Rules) -> tuple[to
     padded = torch.cat((main_ST, main_ST.new_zeros(len(main_ST), 1)), dim=1)
     token_SBI = token_SIJ.gather(2, rank_SIB).transpose(1, 2)
     tokens_SBT = padded[:, None].repeat(1, graph.num_branches, 1).scatter(2, target_SBI, token_SBI)[..., :block]
-    return tokens_SBT, (usable_SBI | ~chosen).all(-1)
+    units_SBI = to_units_reference(logprob_SIJ.gather(2, rank_SIB).transpose(1, 2))
+    return tokens_SBT, (usable_SBI | ~chosen).all(-1), torch.where(chosen, units_SBI, 0).sum(-1)
 
 
-def _rank_candidates(slots: Slots, num_ranks: int, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions [S, I] in the policy's order, their tokens best first and which of these are known, [S, I, J]."""
+def _rank_candidates(slots: Slots, num_ranks: int, rules: Rules) -> tuple[torch.Tensor, ...]:
+    """Positions [S, I] in the policy's order, their tokens best first, the tokens' log-probabilities and which of these
+    are known, [S, I, J]."""
     logprob, token = slots.guess_logprob_STJ, slots.guess_token_STJ
     masked_ST = slots.state_ST == rules.mask_id
     block = masked_ST.shape[1]
     group_T = torch.arange(block, device=token.device) // rules.group_size
     free_ST = masked_ST & torch.isfinite(logprob[..., 0])
-    positions, tokens, usables = [], [], []
+    positions, tokens, logprobs, usables = [], [], [], []
     for i in range(num_ranks):
         order_STJ = torch.arange(token.shape[-1], device=token.device).expand_as(token)
         if rules.sampled:
@@ -186,10 +203,10 @@ def _rank_candidates(slots: Slots, num_ranks: int, rules: Rules) -> tuple[torch.
         order_SJ = order_STJ.gather(1, at).squeeze(1)
         positions.append(best_S)
         tokens.append(token.gather(1, at).squeeze(1).gather(1, order_SJ))
-        finite = torch.isfinite(logprob.gather(1, at).squeeze(1).gather(1, order_SJ))
-        usables.append(finite & eligible.any(-1, keepdim=True))
+        logprobs.append(logprob.gather(1, at).squeeze(1).gather(1, order_SJ))
+        usables.append(torch.isfinite(logprobs[-1]) & eligible.any(-1, keepdim=True))
         free_ST = free_ST.scatter(1, best_S[:, None], False)
-    return torch.stack(positions, 1), torch.stack(tokens, 1), torch.stack(usables, 1)
+    return tuple(torch.stack(found, 1) for found in (positions, tokens, logprobs, usables))
 
 
 def _score(slots: Slots, masks_left_S: torch.Tensor) -> torch.Tensor:

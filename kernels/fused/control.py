@@ -53,10 +53,20 @@ class Graph:
     depth_B: torch.Tensor
     """int32: steps from the main state; 0 for the main state itself."""
     num_depths: int
+    size_B: torch.Tensor
+    """int32: tokens that a branch puts."""
+    budget: int
+    """Most drafts of a slot that a step verifies."""
 
     @classmethod
-    def build(cls, token_ranks: Sequence[Sequence[int]], parents: Sequence[int], device: torch.device | str) -> Graph:
-        """From the token ranks [B][I] and the parent of every branch."""
+    def build(
+        cls,
+        token_ranks: Sequence[Sequence[int]],
+        parents: Sequence[int],
+        device: torch.device | str,
+        budget: int | None = None,
+    ) -> Graph:
+        """From the token ranks [B][I] and the parent of every branch. ``budget`` None: all drafts."""
         depths, ancestors = [0], [1]
         for b in range(1, len(parents)):
             depths.append(depths[parents[b]] + 1)
@@ -67,11 +77,18 @@ class Graph:
             torch.tensor(ancestors, dtype=torch.int64, device=device),
             torch.tensor(depths, dtype=torch.int32, device=device),
             max(depths),
+            torch.tensor([sum(j >= 0 for j in ranks) for ranks in token_ranks], dtype=torch.int32, device=device),
+            len(parents) - 1 if budget is None else budget,
         )
 
     @property
     def num_branches(self) -> int:
         return self.token_rank_BI.shape[0]
+
+    @property
+    def prunes(self) -> bool:
+        """There are more drafts than a step may verify."""
+        return self.budget < self.num_branches - 1
 
     @property
     def num_ranks(self) -> int:

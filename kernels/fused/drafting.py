@@ -15,6 +15,8 @@ from kernels.fused.head_list import list_head_rows, list_head_rows_reference
 from kernels.fused.launch import overlapped, wait_for_inputs
 from kernels.fused.layout import DENOISE, FINAL, VOID, Branches, HeadRows, Predictions
 from kernels.fused.opening import block_limit, find_ending, find_ending_reference, tile_width
+from kernels.fused.pruning import keep_best
+from kernels.pruning import keep_best as keep_best_reference
 
 _VOID, _DENOISE, _FINAL = tl.constexpr(VOID), tl.constexpr(DENOISE), tl.constexpr(FINAL)
 
@@ -31,8 +33,8 @@ def build_branches(
     """Fills the table and the list of branches and the head's rows, and resets the predictions of listed branches.
 
     A draft is void in a block's first step, where its formula goes beyond the masks left, and where it would end the
-    row. Branches without a mask are final. ``branches.num_live_1`` and ``head.count_1`` must be zero. One program a
-    slot.
+    row, and where its slot has ``graph.budget`` better ones. Branches without a mask are final. ``branches.num_live_1``
+    and ``head.count_1`` must be zero. One program a slot.
     """
     block, num_top = rules.block_size, slots.guess_token_STJ.shape[2]
     num_branches = graph.num_branches
@@ -50,6 +52,9 @@ def build_branches(
         slots.guess_token_STJ,
         slots.guess_logprob_STJ,
         graph.token_rank_BI,
+        graph.size_B,
+        graph.parent_B,
+        graph.ancestors_B,
         stop_ids,
         branches.tokens_SBT,
         branches.kind_SB,
@@ -87,6 +92,7 @@ def build_branches(
         SAMPLED=rules.sampled,
         NUM_STOP=len(stop_ids),
         SCAN=min(SCAN, width),
+        BUDGET=graph.budget if graph.prunes else 0,
         num_warps=num_warps(height * width),
         **overlapped(slots.active_S),
     )
@@ -115,6 +121,9 @@ def _build_kernel(
     p_guess_token,
     p_guess_logprob,
     p_token_rank,
+    p_size,
+    p_parent,
+    p_ancestors,
     p_stop_ids,
     p_tokens,
     p_kind,
@@ -152,6 +161,7 @@ def _build_kernel(
     SAMPLED: tl.constexpr,
     NUM_STOP: tl.constexpr,
     SCAN: tl.constexpr,
+    BUDGET: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     i_s = tl.program_id(0)
@@ -165,14 +175,14 @@ def _build_kernel(
     unfinished = tl.max((state == MASK_ID).to(tl.int32), axis=0) > 0
     if B > 1:
         if SAMPLED:
-            tokens, drafted = draft_under_noise(
+            tokens, drafted, worth = draft_under_noise(
                 i_s, state, o_b, o_t, p_guess_token, p_guess_logprob, p_token_rank, p_start, p_key, p_sample,
-                p_temperature, B, T, J, BJ, NUM_RANKS, GROUP, MASK_ID,
+                p_temperature, B, T, J, BJ, NUM_RANKS, GROUP, MASK_ID, BUDGET > 0,
             )  # fmt: skip
         else:
-            tokens, drafted = draft_greedily(
+            tokens, drafted, worth = draft_greedily(
                 i_s, state, o_b, o_t, p_state, p_guess_token, p_guess_logprob, p_token_rank, B, T, BT, J, NUM_RANKS, BR,
-                GROUP, MASK_ID, SCAN,
+                GROUP, MASK_ID, SCAN, BUDGET > 0,
             )  # fmt: skip
         masked = tokens == MASK_ID
         first_new = tl.load(p_first_new + i_s).to(tl.int32)
@@ -181,6 +191,8 @@ def _build_kernel(
         guess = tl.load(p_has_guess + i_s).to(tl.int32) > 0
         num_drafting = tl.where(guess & unfinished, B, 1)
         live = (o_b < num_drafting) & ((o_b == 0) | (drafted & (ends == 0)))
+        if BUDGET > 0:
+            live = (live & (o_b == 0)) | keep_best(worth, live, o_b, p_size, p_parent, p_ancestors, BUDGET, B)
     else:
         tokens = tl.where((o_b == 0)[:, None], state[None, :], -1)
         masked = tokens == MASK_ID
@@ -229,7 +241,7 @@ def build_branches_reference(
     unfinished_S = (main_ST == rules.mask_id).any(-1)
     tokens_SBT, live_SB = main_ST[:, None], slots.active_S[:, None]
     if graph.num_branches > 1:
-        tokens_SBT, drafted_SB = draft_tokens_reference(slots, graph, rules)
+        tokens_SBT, drafted_SB, worth_SB = draft_tokens_reference(slots, graph, rules)
         ends_SB, _, _ = find_ending_reference(
             tokens_SBT,
             tokens_SBT == rules.mask_id,
@@ -238,6 +250,9 @@ def build_branches_reference(
             stop_ids,
         )
         live_SB = (slots.active_S & unfinished_S & slots.has_guess_S)[:, None] & drafted_SB & ~ends_SB
+        if graph.prunes:
+            tree = graph.size_B, graph.parent_B, graph.ancestors_B
+            live_SB = keep_best_reference(worth_SB, live_SB, *tree, graph.budget)
         live_SB[:, 0] = slots.active_S
     open_SB = (tokens_SBT == rules.mask_id).any(-1)
     kind_SB = torch.where(live_SB, torch.where(open_SB, DENOISE, FINAL), VOID)

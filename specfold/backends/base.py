@@ -15,6 +15,7 @@ from specfold.pages import PagePool
 from specfold.prefill import Prefill
 from specfold.slots import SlotState
 from specfold.stats import DecodeStats
+from specfold.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,17 @@ class RunSetup:
     """Ids below it can be decoded to text; the head may be larger."""
     context_length: int
     """Prompt and new tokens together."""
+    watch: Watch | None = None
+    """Looks on, in the torch backend alone."""
 
     @property
     def num_top(self) -> int:
         """Tokens of each distribution that are kept for drafts; none without drafts."""
-        if not len(self.graph):
+        wanted = max(self.graph.num_tokens, self.watch.num_tokens if self.watch else 0)
+        if not wanted:
             return 0
         # Under sampling the noise may lift a token from below the graph's ranks.
-        wanted = max(self.graph.num_tokens, 8) if self.config.temperature > 0 else self.graph.num_tokens
+        wanted = max(wanted, 8) if self.config.temperature > 0 else wanted
         return min(wanted, self.vocab_size - 1)
 
 

@@ -35,7 +35,7 @@ class FusedStep:
         self.shape = step_shape(setup)
         self.forward = FusedForward(ops, model, pool, self.shape)
         self.forward.reserve_positions(num_positions)
-        self.graph = graph_tensors(setup.graph, device)
+        self.graph = graph_tensors(setup.graph, device, config.draft_budget)
         self.slots = _share(slots)
         self.sampling = Sampling(slots.temperature_S, slots.top_p_S, slots.top_k_S, slots.key_S2, slots.sample_S)
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=device)
@@ -163,14 +163,14 @@ def mask_unit(kind: MaskKind, size: int, block: int) -> int:
     return {"full": size, "block": block, "causal": 1}[kind]
 
 
-def graph_tensors(graph: DraftGraph, device: torch.device) -> Graph:
-    """A draft graph as the kernels take it; branch 0 is the main state."""
+def graph_tensors(graph: DraftGraph, device: torch.device, budget: int | None = None) -> Graph:
+    """A draft graph as the kernels take it; branch 0 is the main state. ``budget`` None: all drafts."""
     ranks = [[-1] * graph.num_positions for _ in range(len(graph) + 1)]
     for n, formula in enumerate(graph.formulas):
         for position, token in formula:
             ranks[n + 1][position] = token
     parents = [0, *(graph.fold_parent(n) + 1 for n in range(len(graph)))]
-    return Graph.build(ranks, parents, device)
+    return Graph.build(ranks, parents, device, budget)
 
 
 def empty_branches(shape: ForwardShape, start_S: torch.Tensor, graph: Graph, num_live_1: torch.Tensor) -> Branches:

@@ -26,6 +26,8 @@ def make_backend(name: str, setup: RunSetup) -> Backend:
     """A backend for one run; ``name`` is one of ``BACKENDS``."""
     if name == "torch":
         return TorchBackend(setup)
+    if setup.watch is not None:
+        raise ConfigError(f"only backend torch can be watched, not {name}.")
     # Imported late: a CPU job needs no Triton.
     from specfold.backends.fused_backend import FusedBackend
     from specfold.backends.operations import load_operations

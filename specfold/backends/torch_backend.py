@@ -34,6 +34,7 @@ class TorchBackend:
 
     def __init__(self, setup: RunSetup) -> None:
         model, config, device = setup.model, setup.config, setup.model.device
+        watch = setup.watch
         self.pool = PagePool(model.spec, device, model.dtype)
         self.slots = SlotState.empty(setup.batch_size, setup.rules.block_size, setup.num_top, 1, 1, device)
         self._context = StepContext(
@@ -41,12 +42,13 @@ class TorchBackend:
             family=setup.family,
             rules=setup.rules,
             pool=self.pool,
-            graph=GraphTensors.build(setup.graph, device),
+            graph=GraphTensors.build(setup.graph, device, watch.num_ranks if watch else 0, config.draft_budget),
             folding=Folding(config.fold_delta, config.ffn_gate),
             mask_id=setup.mask_id,
             stop_ids=torch.tensor(setup.stop_ids, dtype=torch.long, device=device),
             num_top=max(setup.num_top, 1),
             end_think_id=config.end_think_token_id,
+            watch=watch,
         )
         self._tally = Tally(setup.batch_size, model.spec.num_layers, setup.rules.block_size, self._context.graph)
         self._num_output = [0] * setup.batch_size

@@ -69,10 +69,10 @@ def oracle_rules(r: Rules) -> BlockRules:
     return BlockRules(**shared, aligned=False, prefill_mask="full", final_mask="full", plain_confidence=True)
 
 
-def graph_tensors(drafts: DraftGraph) -> tuple[Graph, GraphTensors]:
+def graph_tensors(drafts: DraftGraph, budget: int | None = None) -> tuple[Graph, GraphTensors]:
     """A graph for the kernels and for the torch engine."""
-    theirs = GraphTensors.build(drafts, torch.device(DEVICE))
-    ours = Graph.build(theirs.token_rank_BI.tolist(), theirs.parent_B.tolist(), DEVICE)
+    theirs = GraphTensors.build(drafts, torch.device(DEVICE), budget=budget)
+    ours = Graph.build(theirs.token_rank_BI.tolist(), theirs.parent_B.tolist(), DEVICE, budget)
     assert ours.depth_B.tolist() == theirs.depth_B.tolist()
     return ours, theirs
 

@@ -50,9 +50,37 @@ def test_branches_are_those_of_the_torch_engine(builder: str, variant: str) -> N
         check_head(slots, branches, head, variant)
 
 
-def build(builder: str, variant: str, slots: Slots) -> tuple[Branches, HeadRows, Predictions]:
+@pytest.mark.parametrize(
+    ("variant", "budget"), [("fast", 1), ("fast", 5), ("nemotron threshold, odd block", 2), ("sampled", 3)]
+)
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_pruned_branches_are_those_of_the_torch_engine(builder: str, variant: str, budget: int) -> None:
     rules, drafts = VARIANTS[variant]
-    graph, _ = graph_tensors(drafts)
+    _, oracle_graph = graph_tensors(drafts, budget)
+    pruned = 0
+    for seed in range(2):
+        slots = random_slots(seed, rules, 6, NUM_TOP)
+        branches, head, predictions = build(builder, variant, slots, budget)
+        table = oracle_branches(oracle_slots(slots), oracle_graph, oracle_rules(rules), MASK, STOP_IDS)
+        assert torch.equal(branches.kind_SB, table.kind_SB.int())
+        live = table.kind_SB != VOID
+        assert (live[:, 1:].sum(-1) <= budget).all()
+        parent = oracle_graph.parent_B
+        assert (live <= live[:, parent]).all(), "a draft without the one that it folds on"
+        assert torch.equal(branches.tokens_SBT[live], table.tokens_SBT[live])
+        check_list(branches, live)
+        check_predictions(branches, predictions)
+        check_head(slots, branches, head, variant)
+        whole, _, _ = build("reference", variant, slots)
+        pruned += int(whole.num_live_1) - int(branches.num_live_1)
+    assert pruned > 3
+
+
+def build(
+    builder: str, variant: str, slots: Slots, budget: int | None = None
+) -> tuple[Branches, HeadRows, Predictions]:
+    rules, drafts = VARIANTS[variant]
+    graph, _ = graph_tensors(drafts, budget)
     out = empty_branches(slots, graph), empty_head(slots, graph), empty_predictions(slots, graph)
     BUILDERS[builder](slots, graph, rules, STOP_IDS, *out)
     return out

@@ -27,6 +27,8 @@ MODES: list[tuple[str, dict[str, Any]]] = [
     ("specfold", {"drafts": 6, "delta": 0.1}),
     ("specfold", {"drafts": 3, "delta": 0.3, "ffn_gate": "entry"}),
     ("specfold", {"drafts": 4, "delta": 0.0, "threshold": 0.3}),
+    ("specfold", {"drafts": 8, "draft_budget": 3, "delta": 0.1}),
+    ("spiffy", {"drafts": 6, "draft_budget": 2, "temperature": 0.9}),
     ("spiffy", {"drafts": 5, "temperature": 0.9, "top_p": 0.8}),
     ("vanilla", {"temperature": 1.3, "top_k": 5}),
     ("ar", {}),

@@ -62,6 +62,7 @@ def test_any_graph_and_any_sampling_gives_vanillas_tokens(
         "spiffy": replace(vanilla, mode="spiffy", drafts=len(graph), draft_graph=str(path)),
         "delta 0": replace(vanilla, mode="specfold", delta=0.0, drafts=len(graph), draft_graph=str(path)),
     }
+    variants["pruned"] = replace(variants["delta 0"], draft_budget=data.draw(st.integers(1, len(graph))))
     for name, config in variants.items():
         for got in engine.stream(iter(rows), config, batch_size=3):
             assert got.token_ids == want[got.row_id].token_ids, name

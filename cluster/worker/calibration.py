@@ -1,0 +1,94 @@
+"""A draft graph made for a job from its first rows, on the job's own kind of device."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cluster.config import JobConfig, without_secrets
+from cluster.errors import UserError
+from cluster.input.rows import PreparedRow
+from cluster.input.sample import prepare_rows
+from cluster.input.shards import RawShard
+from cluster.messages import RowKey
+from cluster.models import ModelRef, local_folder
+from cluster.worker.requests import make_request
+from cluster.worker.worker import import_factory, use_one_thread
+from specfold.calibration import Selection, calibrated_graph
+from specfold.drafts import default_graph
+from specfold.engine import Engine
+from specfold.trajectory import Trajectories, record_trajectories
+
+CALIBRATION_ROWS = 50
+_MAX_NEW_TOKENS = 256
+"""More of a row tells nothing new."""
+_SETTINGS = (
+    "threshold", "small_block_size", "block_size", "causal_context", "temperature", "top_p", "top_k", "seed",
+    "max_new_tokens", "dtype", "chat_template", "system_prompt", "prompt_template",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CalibratedGraph:
+    """What a job keeps: the graph file's text, and one line for people."""
+
+    text: str
+    line: str
+
+
+def calibrate_job(config: JobConfig, model: ModelRef, engine_factory: str, raw: RawShard) -> CalibratedGraph:
+    """Decode the rows of ``raw`` plainly and choose the graph of ``config.drafts`` nodes that saves most forwards.
+
+    ``config`` has all its ``auto`` choices made but this one. Raises ``UserError`` if none of the rows can be decoded.
+    """
+    started = time.monotonic()
+    folder = local_folder(model)
+    rows, problem = prepare_rows(config, folder, [raw], raw.num_rows)
+    if not rows:
+        raise UserError(f"--draft-graph auto finds no row to calibrate on: {problem}")
+    if config.device == "cpu":
+        use_one_thread()
+    engine = import_factory(engine_factory)(
+        folder, device=config.device, dtype=config.dtype, backend="torch",
+        mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
+    )  # fmt: skip
+    found = record_rows(engine, config, rows)
+    origin = graph_origin(config, model, len(rows), "forwards", found)
+    graph = calibrated_graph(found, config.drafts, "forwards", origin)
+    plain, ours = found.forwards(), found.forwards(frozenset(graph.formulas))
+    default = found.forwards(frozenset(default_graph(config.drafts).formulas))
+    line = (
+        f"Calibrated a draft graph on {len(rows):,} rows in {time.monotonic() - started:.0f} s: {config.drafts} drafts "
+        f"save {1 - ours / plain:.1%} of their forwards, the default graph {1 - default / plain:.1%}."
+    )
+    return CalibratedGraph(json.dumps(graph.to_json()), line)
+
+
+def record_rows(engine: Engine, config: JobConfig, rows: Sequence[PreparedRow]) -> Trajectories:
+    """What plain decoding of these rows does, at the job's batch size."""
+    longest = min(config.max_new_tokens, _MAX_NEW_TOKENS)
+    requests = [
+        replace(make_request(RowKey(row.row_id, 0), row), max_new_tokens=min(row.max_new_tokens or longest, longest))
+        for row in rows
+    ]
+    return record_trajectories(engine, requests, config.decode, config.batch_size)
+
+
+def graph_origin(
+    config: JobConfig, model: ModelRef, num_rows: int, selection: Selection, found: Trajectories
+) -> dict[str, Any]:
+    """Where a graph came from, as its file tells it."""
+    pinned = f"{model.repo}@{model.commit}" if model.commit else model.content_hash
+    return {
+        "model": model.name,
+        "content": pinned,
+        "prompts": without_secrets(config.prompts),
+        "rows": num_rows,
+        "selection": selection,
+        "settings": {name: getattr(config, name) for name in _SETTINGS},
+        "output_tokens": found.stats.output_tokens,
+        "plain_forwards": found.forwards(),
+    }
