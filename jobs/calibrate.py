@@ -8,9 +8,7 @@ python jobs/generate.py --model ./model --prompts 'prompts/*.jsonl' --draft-grap
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ from cluster.input.rows import PreparedRow  # noqa: E402
 from cluster.input.sample import sample_rows  # noqa: E402
 from cluster.input.source import open_input  # noqa: E402
 from cluster.worker.calibration import graph_origin, record_rows  # noqa: E402
-from jobs.tools import ToolConfig, load_engine, other_prompts, run_tool, settle  # noqa: E402
+from jobs.tools import ToolConfig, load_engine, other_prompts, run_tool, settle, write_whole  # noqa: E402
 from specfold.benchmark.report import print_table  # noqa: E402
 from specfold.calibration import Selection, calibrated_graph, compare_graphs  # noqa: E402
 from specfold.config import MAX_DRAFTS  # noqa: E402
@@ -106,17 +104,6 @@ def _held_out(
         return sample_rows(config, open_input(config), folder, compare, skip=rows)
     other = settle(other_prompts(config, compare_prompts))
     return sample_rows(other, open_input(other), folder, compare)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The whole file or none of it. Raises ``UserError``."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.resolve().parent, suffix=".tmp", delete=False) as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def main(argv: Sequence[str]) -> int:

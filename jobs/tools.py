@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -91,3 +93,14 @@ def load_engine(config: JobConfig, backend: str | None = None) -> tuple[Engine, 
 def other_prompts(config: ToolConfig, prompts: str) -> ToolConfig:
     """The same settings on another input."""
     return replace(config, prompts=prompts, split=None, limit=None)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The whole file or none of it. Raises ``UserError``."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.resolve().parent, suffix=".tmp", delete=False) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from None

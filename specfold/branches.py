@@ -29,6 +29,8 @@ class GraphTensors:
     """Steps from the main state; 0 for the main state itself."""
     size_B: torch.Tensor
     """Tokens that a branch puts."""
+    place_B: torch.Tensor
+    """Place of a draft in the graph's order of worth."""
     ancestors_B: torch.Tensor
     """Bit set of a branch's ancestors along ``parent_B``, itself included."""
     budget: int
@@ -53,6 +55,7 @@ class GraphTensors:
             torch.tensor(parents, device=device),
             torch.tensor(depths, device=device),
             (ranks >= 0).sum(-1).to(device),
+            torch.tensor([0, *graph.places], device=device),
             torch.tensor(ancestors, device=device),
             len(graph) if budget is None else budget,
         )
@@ -105,7 +108,8 @@ def build_branches(
     if graph.budget < len(graph.parent_B) - 1:
         units_SBI = to_units(logprob_SIJ.gather(2, rank_SIB).transpose(1, 2))
         worth_SB = torch.where(chosen, units_SBI, 0).sum(-1)
-        drafting = keep_best(worth_SB, drafting, graph.size_B, graph.parent_B, graph.ancestors_B, graph.budget)
+        tree = graph.size_B, graph.place_B, graph.parent_B, graph.ancestors_B
+        drafting = keep_best(worth_SB, drafting, *tree, graph.budget)
     kind_SB = torch.where(drafting, torch.where(masked_SBT.any(-1), DENOISE, FINAL), VOID)
     kind_SB[:, 0] = main_kind
     return BranchTable(tokens_SBT, kind_SB)

@@ -53,6 +53,12 @@ class DraftGraph:
         """Token ranks that the formulas use."""
         return 1 + max((j for formula in self.formulas for _, j in formula), default=-1)
 
+    @property
+    def places(self) -> list[int]:
+        """Place of each node in the order of worth."""
+        order = self.order or range(len(self))
+        return sorted(range(len(self)), key=list(order).__getitem__)
+
     def fold_parent(self, node: int) -> int:
         """The parent to fold on: the one that differs in the fewest tokens; -1 is the main state."""
         return max(self.parents[node], key=lambda p: (len(self.formulas[p]), -p), default=-1)

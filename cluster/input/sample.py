@@ -10,6 +10,7 @@ import pyarrow as pa
 from cluster.config import JobConfig, without_secrets
 from cluster.errors import UserError
 from cluster.input.rows import PreparedRow, RowPreparer
+from cluster.input.schema import carried_schema
 from cluster.input.shards import InputSource, RawShard
 
 _SHARD_ROWS = 256
@@ -42,3 +43,18 @@ def prepare_rows(
         if len(good) >= count:
             break
     return good[:count], problem
+
+
+def sample_answers(
+    config: JobConfig, source: InputSource, folder: str, rows: list[PreparedRow], column: str | None
+) -> list[str | None]:
+    """What a column of the input says for each of the sampled rows, as text; None where it says nothing."""
+    if column is None:
+        return [None] * len(rows)
+    carrying = replace(config, carry=column, input_prefix="")
+    preparer = RowPreparer(carrying, folder, carried_schema(source, carrying, map))
+    found: dict[int, str | None] = {}
+    for raw in source.shards(_SHARD_ROWS, rows[-1].row_id + 1):
+        values = preparer.prepare(raw)[1][column].to_pylist()
+        found |= {raw.first_row + i: None if v is None else str(v) for i, v in enumerate(values)}
+    return [found[row.row_id] for row in rows]

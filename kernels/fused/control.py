@@ -55,6 +55,8 @@ class Graph:
     num_depths: int
     size_B: torch.Tensor
     """int32: tokens that a branch puts."""
+    place_B: torch.Tensor
+    """int32: place of a draft in the graph's order of worth."""
     budget: int
     """Most drafts of a slot that a step verifies."""
 
@@ -65,8 +67,10 @@ class Graph:
         parents: Sequence[int],
         device: torch.device | str,
         budget: int | None = None,
+        places: Sequence[int] | None = None,
     ) -> Graph:
-        """From the token ranks [B][I] and the parent of every branch. ``budget`` None: all drafts."""
+        """From the token ranks [B][I] and the parent of every branch. ``budget`` None: all drafts; ``places`` None: as
+        they stand."""
         depths, ancestors = [0], [1]
         for b in range(1, len(parents)):
             depths.append(depths[parents[b]] + 1)
@@ -78,6 +82,7 @@ class Graph:
             torch.tensor(depths, dtype=torch.int32, device=device),
             max(depths),
             torch.tensor([sum(j >= 0 for j in ranks) for ranks in token_ranks], dtype=torch.int32, device=device),
+            torch.tensor(places or [max(b - 1, 0) for b in range(len(parents))], dtype=torch.int32, device=device),
             len(parents) - 1 if budget is None else budget,
         )
 

@@ -53,6 +53,7 @@ def build_branches(
         slots.guess_logprob_STJ,
         graph.token_rank_BI,
         graph.size_B,
+        graph.place_B,
         graph.parent_B,
         graph.ancestors_B,
         stop_ids,
@@ -122,6 +123,7 @@ def _build_kernel(
     p_guess_logprob,
     p_token_rank,
     p_size,
+    p_place,
     p_parent,
     p_ancestors,
     p_stop_ids,
@@ -192,7 +194,7 @@ def _build_kernel(
         num_drafting = tl.where(guess & unfinished, B, 1)
         live = (o_b < num_drafting) & ((o_b == 0) | (drafted & (ends == 0)))
         if BUDGET > 0:
-            live = (live & (o_b == 0)) | keep_best(worth, live, o_b, p_size, p_parent, p_ancestors, BUDGET, B)
+            live = (live & (o_b == 0)) | keep_best(worth, live, o_b, p_size, p_place, p_parent, p_ancestors, BUDGET, B)
     else:
         tokens = tl.where((o_b == 0)[:, None], state[None, :], -1)
         masked = tokens == MASK_ID
@@ -251,7 +253,7 @@ def build_branches_reference(
         )
         live_SB = (slots.active_S & unfinished_S & slots.has_guess_S)[:, None] & drafted_SB & ~ends_SB
         if graph.prunes:
-            tree = graph.size_B, graph.parent_B, graph.ancestors_B
+            tree = graph.size_B, graph.place_B, graph.parent_B, graph.ancestors_B
             live_SB = keep_best_reference(worth_SB, live_SB, *tree, graph.budget)
         live_SB[:, 0] = slots.active_S
     open_SB = (tokens_SBT == rules.mask_id).any(-1)

@@ -170,7 +170,7 @@ def graph_tensors(graph: DraftGraph, device: torch.device, budget: int | None = 
         for position, token in formula:
             ranks[n + 1][position] = token
     parents = [0, *(graph.fold_parent(n) + 1 for n in range(len(graph)))]
-    return Graph.build(ranks, parents, device, budget)
+    return Graph.build(ranks, parents, device, budget, [0, *graph.places])
 
 
 def empty_branches(shape: ForwardShape, start_S: torch.Tensor, graph: Graph, num_live_1: torch.Tensor) -> Branches:

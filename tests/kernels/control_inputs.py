@@ -72,7 +72,7 @@ def oracle_rules(r: Rules) -> BlockRules:
 def graph_tensors(drafts: DraftGraph, budget: int | None = None) -> tuple[Graph, GraphTensors]:
     """A graph for the kernels and for the torch engine."""
     theirs = GraphTensors.build(drafts, torch.device(DEVICE), budget=budget)
-    ours = Graph.build(theirs.token_rank_BI.tolist(), theirs.parent_B.tolist(), DEVICE, budget)
+    ours = Graph.build(theirs.token_rank_BI.tolist(), theirs.parent_B.tolist(), DEVICE, budget, theirs.place_B.tolist())
     assert ours.depth_B.tolist() == theirs.depth_B.tolist()
     return ours, theirs
 

@@ -1,0 +1,140 @@
+"""See why and where drafts and folding pay on a model and its prompts: SpecFold's analysis as tables and plots.
+
+python jobs/profile.py --save profile
+python jobs/profile.py --model ./model --prompts 'prompts/*.jsonl' --save profile --rows 16 --drafts 8
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+HERE = Path(__file__).resolve().parent
+if sys.path and Path(sys.path[0]).resolve() == HERE:
+    sys.path[0] = str(HERE.parent)  # a file in jobs/ must not hide a library's module of its name, as this one would
+
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+from cyclopts import Group, Parameter  # noqa: E402
+
+from cluster.config import Int  # noqa: E402
+from cluster.errors import UserError  # noqa: E402
+from cluster.input.sample import sample_answers, sample_rows  # noqa: E402
+from cluster.input.source import open_input  # noqa: E402
+from jobs.tools import ToolConfig, load_engine, run_tool, settle, write_whole  # noqa: E402
+from specfold.benchmark.decoding import Question  # noqa: E402
+from specfold.benchmark.profile_plots import (  # noqa: E402
+    plot_delta,
+    plot_drafts,
+    plot_ripple,
+    plot_shares,
+    require_matplotlib,
+)
+from specfold.benchmark.report import print_table  # noqa: E402
+from specfold.benchmark.sweeps import residuals, sweep_delta, sweep_drafts  # noqa: E402
+
+DELTAS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
+_GROUP = Parameter(group=Group("Profile", sort_key=0))
+_SHOWN = (
+    "mode", "ffn_gate", "delta", "drafts", "pruned_from", "agreement", "accuracy", "forwards_per_token",
+    "accepted_per_forward", "fold_rate", "qkv_rows_per_token", "ffn_rows_per_token", "speed",
+)  # fmt: skip
+
+
+def profile(
+    *,
+    save: Annotated[Path, _GROUP],
+    rows: Annotated[Int, _GROUP] = 16,
+    deltas: Annotated[tuple[float, ...], _GROUP] = DELTAS,
+    draft_counts: Annotated[tuple[Int, ...] | None, _GROUP] = None,
+    answer_column: Annotated[str | None, _GROUP] = None,
+    repeats: Annotated[Int, _GROUP] = 1,
+    config: Annotated[ToolConfig | None, Parameter(name="*")] = None,
+) -> int:
+    """Measure residuals of drafts, sweep delta under both FFN gates, and sweep the number of drafts.
+
+    Parameters
+    ----------
+    save
+        Folder for tables (Parquet), plots (PNG) and profile.json; made if it is not there.
+    rows
+        Prompts to decode: the first ones of the input.
+    deltas
+        Values of delta; repeat the flag.
+    draft_counts
+        Numbers of drafts; repeat the flag. Left out: 1, 2, 4, … up to --drafts.
+    answer_column
+        Input column with the number that an answer should end with, for accuracy.
+    repeats
+        Runs of each setting; the median time counts.
+    """
+    config = config or ToolConfig()
+    counts = draft_counts or tuple(n for n in (1, 2, 4, 6, 8, 12, 16) if n <= config.drafts)
+    for name, value in (("rows", rows), ("repeats", repeats), ("draft-counts", min(counts, default=0))):
+        if value < 1:
+            raise UserError(f"--{name} must be at least 1, not {value}.")
+    if max(counts) > config.drafts:
+        raise UserError(f"--draft-counts must be at most --drafts ({config.drafts}), not {max(counts)}.")
+    if config.mode not in ("spiffy", "specfold"):
+        raise UserError(f"--mode {config.mode} has no drafts to profile.")
+    require_matplotlib()
+    _make_folder(save)
+    settled = settle(config)
+    engine, model, folder = load_engine(settled)
+    source = open_input(settled)
+    prepared = sample_rows(settled, source, folder, rows)
+    answers = sample_answers(settled, source, folder, prepared, answer_column)
+    questions = [Question(row.prompt_ids or [], answer) for row, answer in zip(prepared, answers, strict=True)]
+    decode, batch = settled.decode, settled.batch_size
+
+    watch = residuals(engine, questions, decode, batch)
+    shares, ripple = watch.shares(), watch.ripple()
+    if not shares:
+        raise UserError("no draft was ever verified on these prompts, so there is nothing to profile.")
+    by_delta = sweep_delta(engine, questions, decode, deltas, batch, repeats)
+    by_drafts = sweep_drafts(engine, questions, decode, sorted(counts), batch, repeats)
+
+    for name, records, plot in (
+        ("residuals", shares, plot_shares),
+        ("ripple", ripple, plot_ripple),
+        ("delta", by_delta, plot_delta),
+        ("drafts", by_drafts, plot_drafts),
+    ):
+        pq.write_table(pa.Table.from_pylist(records), save / f"{name}.parquet")
+        plot(records, save / f"{name}.png")
+    summary: dict[str, Any] = {
+        "model": model.name,
+        "rows": len(questions),
+        "device": settled.device,
+        "share_below": {
+            stage: {str(t): round(watch.share_below(t, stage), 4) for t in (0.1, 0.3)} for stage in ("entry", "middle")
+        },
+        "settings": {"drafts": decode.drafts, "max_new_tokens": decode.max_new_tokens, "batch_size": batch},
+    }
+    write_whole(save / "profile.json", json.dumps(summary, indent=1) + "\n")
+    print(f"{save}: {len(questions)} prompts. Residuals of draft positions at a layer's entry: "
+          f"{watch.share_below(0.1):.0%} at most 0.1, {watch.share_below(0.3):.0%} at most 0.3.")  # fmt: skip
+    for title, records in (("By delta", by_delta), ("By number of drafts", by_drafts)):
+        print(f"\n{title}")
+        print_table([{k: r[k] for k in _SHOWN if k in r} for r in records])
+    print(json.dumps(summary))
+    return 0
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--save {path} cannot be made: {error.strerror}.") from None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the last line it prints is JSON. A user's mistake is one line on stderr and exit code 2."""
+    return run_tool(profile, "profile", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
