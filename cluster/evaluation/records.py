@@ -21,6 +21,8 @@ class Item:
     """Raw text to be continued."""
     messages: list[dict[str, str]] | None = None
     """A conversation, few-shot turns included, whose last turn is the question."""
+    gold: str | None = None
+    """An output that must be graded correct, if the data has one."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class Grade:
     correct: bool
     """The score of the task's main metric."""
     scores: dict[str, Score] = field(default_factory=dict)
-    """By score name. A score of instructions is a list's mean with its weight in ``weights``."""
+    """By score name."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weight of a score in its metric where it is not 1 (IFEval: the number of instructions)."""
     extracted: str | None = None
     """The answer found in the output; None if none was found."""
     problem: str | None = None
-    """Why grading went wrong (time out, crash) or what the executed code raised; never set for a plain wrong answer."""
+    """What went wrong: the grader ran out of time or crashed, or what the executed code raised."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Metric:
 
     name: str
     score: str
+    filter: str = "none"
+    """How lm-evaluation-harness calls the extraction behind it; its results are keyed ``name,filter``."""
 
     def of(self, grades: Iterable[Grade]) -> float:
         """Weighted mean over the grades; ``nan`` if there is none."""
