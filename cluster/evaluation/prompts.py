@@ -26,14 +26,14 @@ class Prompter:
         answer = form.chat_answer if chat and form.chat_answer is not None else form.answer
         self._id = self._compile("id", form.id)
         self._question = self._compile("prompt", question)
-        self._answer = self._compile("answer", answer)
+        self._answer = None if answer is None else self._compile("answer", answer)
         self._reference = {key: self._value(f"reference.{key}", value) for key, value in form.reference.items()}
 
     def item(self, row: Row, examples: Sequence[Row]) -> Item:
         """One question, after ``examples`` with their answers."""
         reference = {key: read(row) for key, read in self._reference.items()}
-        shots = [(self._question(example), self._answer(example)) for example in examples]
-        question, gold = self._question(row), self._until_stop(self._answer(row))
+        question, gold = self._question(row), self._gold(row)
+        shots = [(self._question(example), self._shown_answer(example)) for example in examples]
         if not self._chat:
             prompt = "".join(text + answer + _BETWEEN_EXAMPLES for text, answer in shots) + question
             return Item(self._id(row), reference, prompt=prompt, gold=gold)
@@ -42,7 +42,16 @@ class Prompter:
             turns = [{"role": "user", "content": text}, {"role": "assistant", "content": answer.strip()}, *turns]
         return Item(self._id(row), reference, messages=turns, gold=gold)
 
-    def _until_stop(self, answer: str) -> str:
+    def _shown_answer(self, example: Row) -> str:
+        if self._answer is None:
+            raise UserError(f"The task {self._name} has no answers, so no examples can stand before a question.")
+        return self._answer(example)
+
+    def _gold(self, row: Row) -> str | None:
+        """The right answer as a run would give it: a stop text ends it."""
+        if self._answer is None:
+            return None
+        answer = self._answer(row)
         ends = [answer.find(stop) for stop in self._stop]
         return answer[: min((end for end in ends if end >= 0), default=len(answer))]
 

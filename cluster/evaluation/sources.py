@@ -10,6 +10,7 @@ from typing import Any
 from cluster.config import JobConfig
 from cluster.errors import UserError
 from cluster.evaluation.taskfile import Data
+from cluster.input.files import find_files
 from cluster.input.parse import parse_shard
 from cluster.input.problems import RowProblem
 from cluster.input.source import open_input
@@ -35,6 +36,16 @@ def read_rows(
                 raise UserError(f"Row {shard.first_row + offset + 1} of {place} cannot be read: {row}")
             if whole or belongs is None or belongs(row):
                 yield row
+
+
+def require_source(source: str | None) -> None:
+    """Raise ``UserError`` if ``source`` is neither a folder, nor files, nor possibly a dataset id."""
+    if is_single_file(source):
+        assert source is not None
+        try:
+            find_files(source)
+        except UserError as error:
+            raise UserError(str(error).replace("--prompts ", "")) from None
 
 
 def is_single_file(source: str | None) -> bool:

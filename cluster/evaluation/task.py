@@ -14,7 +14,7 @@ from cluster.errors import UserError
 from cluster.evaluation.graders import GRADERS
 from cluster.evaluation.prompts import Prompter, numbered, row_filter
 from cluster.evaluation.records import Item, Metric, Metrics
-from cluster.evaluation.sources import Row, is_single_file, read_rows
+from cluster.evaluation.sources import Row, is_single_file, read_rows, require_source
 from cluster.evaluation.taskfile import TaskFile, parse_task_file
 
 _BUNDLED = Path(__file__).with_name("tasks")
@@ -84,6 +84,7 @@ class Task:
         is left out. Raises ``UserError``: no such data, a row
         that does not fit the templates, two rows of one id, fewer examples than asked for.
         """
+        require_source(source)
         split = split or self.split
         prompter = Prompter(self.name, self.form, chat)
         examples = self._examples(source, self.fewshot if fewshot is None else fewshot)
@@ -111,8 +112,8 @@ class Task:
             rows = form.examples
         elif is_single_file(source):
             raise UserError(
-                f"The examples of {self.name} come from its split {form.split}, which a single file does not hold: name "
-                "the folder of the task's files, or ask for 0 examples."
+                f"The examples of {self.name} come from its split {form.split}, which a single file does not hold: "
+                "name the folder of the task's files, or ask for 0 examples."
             )
         else:
             rows = list(itertools.islice(self._rows(source, form.split), count))

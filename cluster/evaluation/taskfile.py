@@ -41,7 +41,7 @@ class Data(_Part):
 
 
 class FewShot(_Part):
-    count: int = Field(0, ge=0)
+    count: int = Field(default=0, ge=0)
     """Examples before each question, unless the user says otherwise."""
     split: str | None = None
     """Where the examples come from: the first rows of this split …"""
@@ -69,12 +69,12 @@ class TaskFile(_Part):
     prompt: str
     """The question as raw text to be continued, and in a chat unless ``chat_prompt`` is given."""
     chat_prompt: str | None = None
-    answer: str
+    answer: str | None = None
     """A right answer as the model should write it: for examples before the question, and to try the grader."""
     chat_answer: str | None = None
     reference: dict[str, str | list[str] | Column]
     """What the grader gets beside the output: templates, or columns as they are."""
-    fewshot: FewShot = FewShot()
+    fewshot: FewShot = FewShot(count=0)
     stop: list[str] = []
     """Texts that end an answer in a chat."""
     raw_stop: list[str] = []
@@ -89,6 +89,8 @@ class TaskFile(_Part):
         for split in (self.split, self.fewshot.split):
             if split is not None and split not in self.data.splits:
                 raise ValueError(f"the split {split} is not among data.splits")
+        if self.answer is None and (self.chat_answer or self.fewshot.count or self.fewshot.split):
+            raise ValueError("examples and chat_answer need answer")
         grader = GRADERS.get(self.grader)
         if grader is None:
             raise ValueError(f"the grader {self.grader} does not exist; there are {', '.join(GRADERS)}")

@@ -1,4 +1,4 @@
-"""What can grade an output, by the names that task files use. The modules are loaded where they grade: some are slow."""
+"""What can grade an output, by the names that task files use. Modules are loaded where they grade: some are slow."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _program(reference: Reference, text: str) -> tuple[str, str]:
 
 
 def code_in(text: str, names: Collection[str]) -> str:
-    """The code of an answer: the last Markdown block that defines one of ``names``, else the first; all, if it has none.
+    """The code of an answer: the last Markdown block that defines one of ``names``, else the first, else all of it.
 
     Text that begins indented continues a raw prompt, and ends where a block begins. A block without an end goes on to
     the end of the text.

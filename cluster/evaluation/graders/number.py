@@ -20,19 +20,11 @@ def check(references: Sequence[Reference]) -> None:
 
 
 def judge(reference: Reference, text: str) -> Judgement:
-    marked = _AFTER_MARK.search(text)
-    strict = None if marked is None else marked[1]
-    last = None
-    for found in _ANYWHERE.finditer(text):
-        last = found[0]
     gold = _normal(str(reference["answer"]))
-    return Judgement(
-        {
-            "flexible": last is not None and _normal(last) == gold,
-            "strict": strict is not None and _normal(strict) == gold,
-        },
-        extracted=last,
-    )
+    marked, numbers = _AFTER_MARK.search(text), _ANYWHERE.findall(text)
+    last = numbers[-1] if numbers else None
+    strict = marked is not None and _normal(marked[1]) == gold
+    return Judgement({"flexible": last is not None and _normal(last) == gold, "strict": strict}, extracted=last)
 
 
 def blank(reference: Reference) -> Judgement:

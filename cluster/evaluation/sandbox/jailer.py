@@ -42,12 +42,9 @@ def main() -> None:
     os.close(trouble_out)
     problem = _watch(keeper, order["limits"])
     trouble, answer = _read(trouble_in), _read(answer_in)
-    if trouble:
-        result = {"cannot": trouble}
-    else:
-        passed = problem is None and answer == token.decode()
-        result = {"passed": passed, "problem": None if passed else problem or answer or "It left before its end."}
-    sys.stdout.write(json.dumps(result))
+    passed = problem is None and answer == token.decode()
+    verdict = {"passed": passed, "problem": None if passed else problem or answer or "It left before its end."}
+    sys.stdout.write(json.dumps({"cannot": trouble} if trouble else verdict))
 
 
 def _keep(order: dict, user: int, token: bytes, answer_out: int, trouble_out: int) -> NoReturn:

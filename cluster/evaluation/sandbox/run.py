@@ -71,8 +71,8 @@ def require_sandbox() -> None:
 
 def _refusal(reason: str) -> str:
     return (
-        f"This machine cannot hold code that a model wrote ({reason}), so it is not run: grade on Linux as root, or as a "
-        "user who may make user namespaces."
+        f"This machine cannot hold code that a model wrote ({reason}), so it is not run: grade on Linux as root, or as "
+        "a user who may make user namespaces."
     )
 
 
@@ -119,7 +119,7 @@ def _ask_jailer(order: dict[str, Any], timeout_s: float) -> dict[str, Any] | Non
 
 
 def _interpreter_folders() -> list[str]:
-    """What a program needs to see in order to run Python: its installation, this environment, the system's libraries."""
+    """What a program needs to see to run Python: its installation, this environment, the system's libraries."""
     folders = [sys.base_prefix, sys.prefix, "/usr", "/lib", "/lib64", "/bin"]
     return [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]
 
