@@ -27,13 +27,13 @@ class Evaluation:
 
     def __init__(self, config: JobConfig, evaluation: EvaluationConfig, given: Set[str]) -> None:
         """``given``: names of the settings that the user has set."""
-        self._config, self._evaluation, self._given = config, evaluation, given
+        self.settings = config, evaluation, given
         self._console = Console()
 
     def run(self, engine_factory: str = DEFAULT_ENGINE) -> int:
         """Do what is left to do; returns the exit code. Raises ``UserError``."""
         try:
-            plan = make_plan(self._config, self._evaluation, self._given)
+            plan = make_plan(*self.settings)
             code = decode(plan, self._say, engine_factory)
         except (ConfigError, ModelError) as error:
             raise UserError(as_flags(str(error))) from None
@@ -61,7 +61,8 @@ class Evaluation:
     def _grade_run(self, run: PlannedRun, signals: StopSignals) -> VariantResult:
         self._say(f"Grading {run.task.name}, {run.variant.label}.")
         book = Gradebook(Store(run.config.output), run.task, run.items)
-        workers, allowed = self._evaluation.grading_workers, self._evaluation.allow_code_execution
+        _, evaluation, _ = self.settings
+        workers, allowed = evaluation.grading_workers, evaluation.allow_code_execution
         graded = book.complete(run.config.num_samples, workers, allowed, signals.check)
         return score(run, graded)
 

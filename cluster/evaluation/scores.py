@@ -58,16 +58,17 @@ def by_question(values: Sequence[float], num_samples: int) -> np.ndarray:
 def _metric_score(metric: Metric, grades: Sequence[Grade], num_samples: int) -> Score:
     values = by_question([float(grade.scores[metric.score]) for grade in grades], num_samples)
     weights = by_question([grade.weights.get(metric.score, 1.0) for grade in grades], num_samples)
-    if is_binary(metric, grades, num_samples):
-        right, total = int(values.sum()), len(values)
-        low, high = wilson_interval(right, total, CONFIDENCE)
-        return Score(right / total, _stderr(values[:, 0], weights[:, 0]), float(low), float(high))
     sums, totals = (values * weights).sum(axis=1), weights.sum(axis=1)
-    return _mean_score(np.divide(sums, totals, out=np.zeros(len(sums)), where=totals > 0), totals)
+    per_question = np.divide(sums, totals, out=np.zeros(len(sums)), where=totals > 0)
+    return _mean_score(per_question, totals / num_samples)
 
 
 def _mean_score(values: np.ndarray, weights: np.ndarray) -> Score:
-    low, high = bootstrap_interval(values, weights, CONFIDENCE)
+    """Wilson's interval where every question is right or wrong, which has a width even if all are right."""
+    if np.isin(values, (0, 1)).all() and (weights == 1).all():
+        low, high = wilson_interval(int(values.sum()), len(values), CONFIDENCE)
+    else:
+        low, high = bootstrap_interval(values, weights, CONFIDENCE)
     value = float((values * weights).sum() / weights.sum())
     return Score(value, _stderr(values, weights), float(low), float(high))
 
