@@ -8,15 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import nltk
+import pytest
 import yaml
 
+from cluster.errors import UserError
 from cluster.evaluation.pool import grade
 from cluster.evaluation.records import Grade, Output
+from cluster.evaluation.sandbox import require_sandbox
 from cluster.evaluation.task import Task, load_task
 from grading import outputs
 
 DATA = Path(__file__).parent / "data"
 NEED_SENTENCES = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
+
+
+def skip_without_sandbox() -> None:
+    """For tests that run code: not on a machine that refuses to, such as one without namespaces."""
+    try:
+        require_sandbox()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 def has_sentence_data() -> bool:

@@ -93,6 +93,8 @@ def test_missing_sentence_data_is_said_before_anything_is_graded(monkeypatch: py
 
 @pytest.mark.parametrize(("name", "every"), [("gsm8k", 1), ("ifeval", 4), ("humaneval", 24)])
 def test_grades_are_those_of_other_graders(name: str, every: int, shared: Path) -> None:
+    if load_task(name).needs_code_execution:
+        trials.skip_without_sandbox()
     count, found = trials.differences(name, shared, every)
     assert count >= 250 // every
     assert found == []
@@ -100,11 +102,13 @@ def test_grades_are_those_of_other_graders(name: str, every: int, shared: Path) 
 
 @pytest.mark.parametrize(("name", "split", "every"), [("humaneval", None, 16), ("mbpp", "all", 80)])
 def test_right_programs_pass(name: str, split: str | None, every: int, shared: Path) -> None:
+    trials.skip_without_sandbox()
     grades = trials.grade_gold(load_task(name), shared, split, every)
     assert [(grade.id, grade.problem) for grade in grades if not grade.correct] == []
 
 
 def test_set_up_code_of_mbpp_comes_after_the_solution(shared: Path) -> None:
+    trials.skip_without_sandbox()
     task = load_task("mbpp")
     wanted = {"MBPP/367", "MBPP/927"}
     items = [item for item in task.items(str(shared / "data"), split="all", fewshot=0) if item.id in wanted]
