@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from grading import trials
 
 from cluster.evaluation.sandbox import Limits, Verdict, run_program
-from grading import trials
 
 LIMITS = Limits(cpu_s=1, wall_s=20.0)
 IMPATIENT = Limits(cpu_s=1, wall_s=1.5)
