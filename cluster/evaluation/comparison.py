@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cluster.evaluation.cost import Cost, cost_of
 from cluster.evaluation.gradebook import GradedRun
 from cluster.evaluation.paired import Difference, paired_difference
 from cluster.evaluation.runs import PlannedRun
 from cluster.evaluation.scores import Score, is_binary, question_scores, score_run
-from cluster.evaluation.cost import Cost, cost_of
 from cluster.output.compare import RowComparison, compare_rows, open_run
 
 

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from cluster.evaluation.cost import covered_seconds
 from cluster.evaluation.paired import paired_difference
 from cluster.evaluation.records import Grade, Metric
 from cluster.evaluation.scores import is_binary, question_scores, score_run
-from cluster.evaluation.cost import covered_seconds
 
 RIGHT = {"right": Metric("right", "right")}
 
