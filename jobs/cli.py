@@ -6,8 +6,8 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -30,7 +30,18 @@ Exit codes: 0 every row is there; 1 rows are missing or were not pushed, run it 
 2 the command or its input is wrong; 3 every row is there, but more of them failed than --max-failed allows; \
 130 and 143 interrupted, run it again."""
 _CONFIG_FLAG = "--config"
-_CONFIG = Parameter(name=_CONFIG_FLAG, group=Group("Model", sort_key=1), negative=())
+CONFIG = Parameter(name=_CONFIG_FLAG, group=Group("Model", sort_key=1), negative=())
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line: what its help says, its flags in snake case, and what makes settings of them."""
+
+    name: str
+    help: str
+    epilogue: str
+    flags: Collection[str]
+    settings: Callable[..., Any]
 
 
 Settings = TypeVar("Settings", bound=JobConfig)
@@ -38,29 +49,48 @@ Settings = TypeVar("Settings", bound=JobConfig)
 
 def load_config(argv: Sequence[str], environment: Mapping[str, str]) -> JobConfig | None:
     """The settings of this call; None when help was asked for and printed. Raises ``UserError``."""
+    parsed = parse(argv, Command("python jobs/generate.py", HELP, EPILOGUE, job_flags(), _settings))
+    return None if parsed is None else complete(parsed[0], environment)
+
+
+def parse(argv: Sequence[str], command: Command) -> tuple[Any, frozenset[str]] | None:
+    """What the command's settings are, and which the user has given, on the command line or in the file.
+
+    None when help was asked for and printed. Raises ``UserError``.
+    """
     file = _config_file(argv)
-    values = {} if file is None else _read_yaml(file)
+    values = {} if file is None else _read_yaml(file, command.flags)
     app = App(
-        name="python jobs/generate.py",
-        help=HELP,
-        help_epilogue=EPILOGUE,
+        name=command.name,
+        help=command.help,
+        help_epilogue=command.epilogue,
         help_format="markdown",
         version_flags=(),
         config=Dict(values, source=str(file)),
-        default_command=_settings,
+        default_command=command.settings,
     )
     app["--help"].show = False
     try:
-        config = app(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+        settings = app(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         raise UserError(one_line(error)) from None
-    return None if config is None else complete(config, environment)
+    return None if settings is None else (settings, _given(argv, values))
+
+
+def job_flags() -> list[str]:
+    """The main job's flags in snake case."""
+    return [field.name for field in fields(JobConfig) if not _is_hidden(field.name)]
+
+
+def _given(argv: Sequence[str], values: Collection[str]) -> frozenset[str]:
+    flags = [argument.partition("=")[0].removeprefix("--") for argument in argv if argument.startswith("--")]
+    return frozenset(name.removeprefix("no-").replace("-", "_") for name in (*flags, *values))
 
 
 def _settings(
     *,
     config: Annotated[JobConfig | None, Parameter(name="*")] = None,
-    config_file: Annotated[Path | None, _CONFIG] = None,
+    config_file: Annotated[Path | None, CONFIG] = None,
 ) -> JobConfig:
     """
     Parameters
@@ -71,22 +101,27 @@ def _settings(
     return config or JobConfig()
 
 
-def complete(config: Settings, environment: Mapping[str, str]) -> Settings:
-    """Fill in what depends on where the command runs: bundled files, the environment, absolute paths."""
+def complete(
+    config: Settings, environment: Mapping[str, str], name: Callable[[JobConfig], str] | None = None
+) -> Settings:
+    """Fill in what depends on where the command runs: bundled files, the environment, absolute paths.
+
+    ``name``: of the output folder, where the user has named none; by default that of a job of these settings.
+    """
     submitted = "RAY_JOB_CONFIG_JSON_ENV_VAR" in environment or "runtime_resources" in Path.cwd().parts
     prompts = config.prompts
     if prompts == BUNDLED_PROMPTS:
         prompts = str(Path(__file__).with_name("prompts.jsonl"))
     config = replace(config, prompts=prompts, ray_address=environment.get("RAY_ADDRESS") or None, submitted=submitted)
     config = config.with_files()
-    return replace(config, output=_output(config))
+    return replace(config, output=_output(config, name or _run_name))
 
 
-def _output(config: JobConfig) -> str:
+def _output(config: JobConfig, name: Callable[[JobConfig], str]) -> str:
     """Where results go, as an absolute path or URL."""
     if "://" in config.output:
         return config.output
-    path = os.path.expanduser(config.output or os.path.join("runs", _run_name(config)))
+    path = os.path.expanduser(config.output or os.path.join("runs", name(config)))
     if config.submitted and not os.path.isabs(path):
         raise UserError(
             "A submitted job's working directory is temporary, so --output must be an absolute path on shared storage "
@@ -97,10 +132,15 @@ def _output(config: JobConfig) -> str:
 
 def _run_name(config: JobConfig) -> str:
     """The same for the same command, so that it resumes; ``--limit`` may grow and is left out."""
-    values = [config.identity(), config.model, config.revision, config.prompts, config.split]
+    return named(config, config.mode, [config.prompts, config.split])
+
+
+def named(config: JobConfig, word: str, others: Sequence[Any]) -> str:
+    """A folder's name of the model, a word, and a hash of the identity and of ``others``."""
+    values = [config.identity(), config.model, config.revision, *others]
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     model = Path(config.model.rstrip("/")).name or "model"
-    return f"{model}-{config.mode}-{digest}"
+    return f"{model}-{word}-{digest}"
 
 
 def _config_file(argv: Sequence[str]) -> Path | None:
@@ -112,8 +152,8 @@ def _config_file(argv: Sequence[str]) -> Path | None:
     return None
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    """The file's settings by flag name. Raises ``UserError`` for what cannot be a setting."""
+def _read_yaml(file: Path, known: Collection[str]) -> dict[str, Any]:
+    """The file's settings by flag name; ``known``: in snake case. Raises ``UserError`` for what cannot be a setting."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -122,7 +162,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise UserError(f"--config {file} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise UserError(f"--config {file} must hold flags as keys, one a line, such as delta: 0.1.")
-    flags = [field.name.replace("_", "-") for field in fields(JobConfig) if not _is_hidden(field.name)]
+    flags = [name.replace("_", "-") for name in known]
     settings: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).removeprefix("--").replace("_", "-")

@@ -54,7 +54,7 @@ def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
     if config.push_to_hub is not None:
         require_token()
     source = open_input(config)
-    model = _resolve(config)
+    model = require_model(config)
     store = Store(config.output)
     RunDir(store).read()  # a foreign folder is refused before Ray takes its seconds to start
     console = Console()
@@ -90,7 +90,7 @@ def check_job(config: JobConfig) -> int:
     Decodes nothing and writes nothing. Returns the exit code; raises ``UserError`` where the job could not run.
     """
     source = open_input(config)
-    model = _resolve(config)
+    model = require_model(config)
     store = Store(config.output)
     existing = None if config.overwrite else RunDir(store).read()
     with ray_session(config.ray_address, config.workers):
@@ -130,7 +130,7 @@ def _refusal(rundir: RunDir, existing: RunFile | None, config: JobConfig, model:
     return None
 
 
-def _resolve(config: JobConfig) -> ModelRef:
+def require_model(config: JobConfig) -> ModelRef:
     """The model; settings that it cannot decode with are refused before Ray takes its seconds to start."""
     model = resolve_model(config.model, config.revision)
     if model.path is not None:

@@ -20,7 +20,9 @@ from cluster.output.summary import SHARDS, SUMMARY
 
 RUN = "run.json"
 FORMAT = 1
-_FOLDERS = (DATA, STATS, QUARANTINE)
+GRADES = "grades"
+"""Where an evaluation keeps the grades of a run, one file a part."""
+_FOLDERS = (DATA, STATS, QUARANTINE, GRADES)
 _FILES = (SUMMARY, SHARDS, "README.md", "report.html", RUN)  # run.json last: until then the folder is known as a run's
 _MARK = "specfold run"
 _BATCH_NOTE = "Not deterministic: tokens may depend on the rows that were decoded together."
@@ -154,6 +156,6 @@ def describe_run(
 def _is_ours(folder: str, name: str) -> bool:
     if name.startswith(".") and name.endswith(".tmp"):
         return True
-    if folder == STATS:
+    if folder in (STATS, GRADES):
         return name.startswith("shard-") and name.endswith(".json")
     return (quarantine_index(name) if folder == QUARANTINE else part_index(name)) is not None

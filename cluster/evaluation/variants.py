@@ -1,0 +1,96 @@
+"""Ways of decoding to hold against each other, such as ``vanilla``, ``specfold:0.1@0.05`` and ``vanilla+cache``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from cluster.config import JobConfig
+from cluster.errors import UserError
+from specfold.config import DecodeConfig, Mode
+
+MODES = Mode.__args__  # type: ignore[attr-defined]
+_FORM = re.compile(r"(?P<mode>\w+)(?::(?P<delta>[^@+:]+))?(?:@(?P<time>[^@+:]+))?(?P<cache>\+cache)?")
+_HINT = "a variant is a mode, then :delta, @delta-time and +cache as wanted, such as specfold:0.1"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of a comparison: settings that replace those of the command."""
+
+    label: str
+    """As people write it: ``specfold:0.1``."""
+    settings: dict[str, Any]
+
+    @property
+    def folder(self) -> str:
+        """The label as a path part: ``specfold-0.1``."""
+        return re.sub(r"[:@+]", "-", self.label.replace("@", "@time"))
+
+    def of(self, config: JobConfig) -> JobConfig:
+        """The command's settings in this variant. Raises ``UserError`` for what cannot go together."""
+        return replace(config, **self.settings)
+
+
+def parse_variants(text: str | None, config: JobConfig) -> list[Variant]:
+    """The variants of ``--compare``, the first being what the others are held against.
+
+    Without ``--compare`` it is the one that the command's own settings describe. Raises ``UserError``.
+    """
+    if text is None:
+        return [_variant(config.mode, config.delta if config.mode == "specfold" else None, None, False)]
+    variants = [_parse(part.strip(), config) for part in text.split(",")]
+    labels = [variant.label for variant in variants]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise UserError(f"--compare has {twice} twice.")
+    if len(variants) < 2:
+        raise UserError("--compare takes at least two variants, such as vanilla,specfold:0.1.")
+    return variants
+
+
+def _parse(text: str, config: JobConfig) -> Variant:
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise UserError(f"--compare cannot read {text!r}: {_HINT}.")
+    mode = match["mode"]
+    if mode not in MODES:
+        close = difflib.get_close_matches(mode, MODES, 1)
+        hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(MODES)}."
+        raise UserError(f"--compare has the unknown mode {mode!r}. {hint}")
+    if match["delta"] is not None and mode != "specfold":
+        raise UserError(f"--compare {text}: only specfold folds, so only it takes a delta.")
+    delta = config.delta if match["delta"] is None else _number(text, match["delta"])
+    time = None if match["time"] is None else _number(text, match["time"])
+    _require_built("delta_time", time is not None, text, "folding in time")
+    _require_built("use_block_cache", match["cache"] is not None, text, "the sub-block cache")
+    variant = _variant(mode, delta if mode == "specfold" else None, time, match["cache"] is not None)
+    variant.of(config)  # a delta out of range is refused now
+    return variant
+
+
+def _variant(mode: str, delta: float | None, time: float | None, cache: bool) -> Variant:
+    label = mode
+    settings: dict[str, Any] = {"mode": mode}
+    if delta is not None:
+        label, settings = f"{label}:{delta:g}", settings | {"delta": delta}
+    if time is not None:
+        label, settings = f"{label}@{time:g}", settings | {"delta_time": time}
+    if cache:
+        label, settings = f"{label}+cache", settings | {"use_block_cache": True}
+    return Variant(label, settings)
+
+
+def _require_built(name: str, wanted: bool, text: str, what: str) -> None:
+    known = {field.name for field in fields(DecodeConfig)} & {field.name for field in fields(JobConfig)}
+    if wanted and name not in known:
+        raise UserError(f"--compare {text}: this version of the engine does not have {what}.")
+
+
+def _number(text: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise UserError(f"--compare cannot read {text!r}: {value!r} is not a number.") from None
