@@ -3,19 +3,23 @@
 A death on a live node makes suspects of the rows that were in the engine. They run again singly, on one worker at a
 time; a row that kills two processes while it is alone in the engine becomes an error row, and all others are cleared.
 Only a death alone is evidence, and only on a worker that has finished a row before: a process can be killed from
-outside, and a GPU can be broken.
+outside, and a GPU can be broken. Where other workers die as well between a row's deaths alone, somebody is killing
+processes, and more deaths are asked for: else twenty kills at random moments were enough to blame a row now and then.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.messages import RowKey, ShardTask
 
-MAX_KILLS = 2
+MAX_KILLS, MORE_KILLS = 2, 3
+"""Deaths alone that make a row guilty, and how many more are asked for at most where other workers die as well."""
+TIMES = "{times}"
+"""Stands in a blamed row's message for the number of these deaths."""
 
 
 @dataclass
@@ -58,7 +62,9 @@ class Ledger:
         self._again: deque[Work] = deque()
         self._suspected: deque[Work] = deque()
         self._out: dict[int, tuple[str, Work]] = {}
-        self._kills: Counter[RowKey] = Counter()
+        self._kills: dict[RowKey, list[int]] = {}
+        """Deaths with a row alone in the engine, as numbers of deaths."""
+        self._deaths = 0
 
     @property
     def finished(self) -> bool:
@@ -117,18 +123,27 @@ class Ledger:
         ``suspects``: rows in its engine, none if they are not to blame. ``proven``: the slot has finished a row before.
         """
         lone = next(iter(suspects)) if len(suspects) == 1 else None
+        self._deaths += bool(suspects)
         if lone and proven:
-            self._kills[lone] += 1
+            self._kills.setdefault(lone, []).append(self._deaths)
         for work in sorted(self.running(worker), key=lambda work: work.index):
             del self._out[work.index]
             mine = sorted(key for key in suspects if _holds(work, key))
-            if lone in mine and self._kills[lone] >= MAX_KILLS:
-                work.blamed[lone] = (kind, cause)
+            if lone in mine and self._is_guilty(lone):
+                times = len(self._kills[lone])
+                work.blamed[lone] = (kind, cause.replace(TIMES, "twice" if times == 2 else f"{times} times"))
             # The one that died alone goes last: the others can then show that the worker itself is sound.
             order = [key for key in work.alone if key not in mine] + mine
             work.alone = [key for key in order if key not in work.blamed]
             work.died_on = slot if mine else work.died_on
             (self._suspected if work.alone else self._again).append(work)
+
+    def _is_guilty(self, row: RowKey) -> bool:
+        kills = self._kills.get(row)
+        if not kills:
+            return False
+        others = kills[-1] - kills[0] + 1 - len(kills)
+        return len(kills) >= MAX_KILLS + min(others, MORE_KILLS)
 
     def _may_try_suspects(self, slot: int, only: bool) -> bool:
         if not self._suspected or any(work.alone for _, work in self._out.values()):

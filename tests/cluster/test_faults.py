@@ -21,7 +21,14 @@ from cluster.driver import check_job
 from cluster.errors import UserError
 from tests.cluster.fake_engine import POISON
 from tests.cluster.jobs import JobFolder
-from tests.cluster.processes import assert_undisturbed, rows_finished, when, worker_pids
+from tests.cluster.processes import (
+    assert_undisturbed,
+    rows_finished,
+    start_driver,
+    wait_for_parts,
+    when,
+    worker_pids,
+)
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -101,20 +108,19 @@ def test_a_read_only_output_is_a_sentence(folder: JobFolder, small_disk: Path) -
     assert caught.value.exit_code == 2
 
 
-def test_an_output_that_becomes_read_only_loses_nothing(folder: JobFolder, small_disk: Path) -> None:
+def test_an_output_that_becomes_read_only_loses_nothing(folder: JobFolder, small_disk: Path, local_ray: str) -> None:
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     folder.output = small_disk / "out"
     prompts = folder.write_prompts(200)
-
-    def seal() -> None:
-        while subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True).returncode:
-            time.sleep(0.01)  # busy while a file is open for writing
-
-    sealing = when(lambda: len(folder.parts) >= 3, seal)
-    with pytest.raises(UserError, match=r"cannot be written: the file system is read-only\.") as caught:
-        folder.run(prompts, engine="slow", shard_rows=10)
-    sealing.join()
-    assert caught.value.exit_code == 1
+    # A process of its own: it cannot give its lease back, which is free only once it is dead.
+    driver = start_driver(folder, local_ray, prompts)
+    wait_for_parts(folder, 3, driver)
+    while subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True).returncode:
+        time.sleep(0.01)  # busy while a file is open for writing
+    out, err = driver.communicate(timeout=60)
+    assert driver.returncode == 1, (out, err)
+    assert "cannot be written: the file system is read-only. Missing shards: " in err
+    assert len(err.strip().splitlines()) == 1
     before = {path: path.read_bytes() for path in folder.parts}
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     assert folder.run(prompts, shard_rows=10) == 0
@@ -123,6 +129,7 @@ def test_an_output_that_becomes_read_only_loses_nothing(folder: JobFolder, small
     assert not folder.leftovers
 
 
+@pytest.mark.timeout(900)  # it ends in half a minute; a machine that does other work as well takes longer
 def test_twenty_kills_at_random_moments_in_one_run_change_nothing(folder: JobFolder) -> None:
     chance = random.Random(20)
     killed: list[int] = []
@@ -132,7 +139,7 @@ def test_twenty_kills_at_random_moments_in_one_run_change_nothing(folder: JobFol
             # A worker that never finished a row is the other test's matter: three such deaths set its place aside.
             working = [pid for pid in worker_pids() if pid not in killed and rows_finished(pid)]
             if working:
-                time.sleep(chance.uniform(0, 0.15))
+                time.sleep(chance.uniform(0, 1.0))
                 killed.append(chance.choice(working))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(killed[-1], signal.SIGKILL)
@@ -142,14 +149,16 @@ def test_twenty_kills_at_random_moments_in_one_run_change_nothing(folder: JobFol
     killer = threading.Thread(target=kill_when_it_works, args=(done,))
     killer.start()
     try:
-        assert folder.run(folder.write_prompts(2000), engine="slow", shard_rows=10, workers=2) == 0
+        assert folder.run(folder.write_prompts(4000), engine="counting", shard_rows=10, workers=2) == 0
     finally:
         done.set()
         killer.join()
     assert len(killed) == 20
-    assert_undisturbed(folder, 2000)
+    assert_undisturbed(folder, 4000)
     assert folder.summary()["rows"]["failed"] == 0
+    assert folder.decoded - 4000 <= 20 * 4 * 10  # four open shards a worker
     assert not folder.leftovers
+    print(f"20 kills, {folder.decoded - 4000} of 4000 rows decoded again")
 
 
 def test_workers_that_run_out_of_memory_decode_fewer_rows_at_a_time(

@@ -70,6 +70,24 @@ def test_deaths_from_outside_blame_no_row() -> None:
     assert not taken(book, "a").blamed
 
 
+def test_a_row_needs_more_deaths_alone_where_other_workers_die_as_well() -> None:
+    book = ledger(9)
+    bad = RowKey(0, 0)
+    taken(book, "a")
+    book.lost("a", [bad, RowKey(1, 0)])
+    for death in range(1, 6):
+        while bad not in (work := taken(book, "b")).alone:
+            book.done(work.index)
+        assert not work.blamed, death
+        if death < 5:
+            other = taken(book, "c")
+            book.lost("c", [RowKey(other.first_row, 0), RowKey(other.first_row + 1, 0)])  # somebody kills processes
+        book.lost("b", [bad], proven=True, cause="died {times}")
+    while (work := taken(book, "b")).index:
+        book.done(work.index)
+    assert work.blamed == {bad: ("worker_died", "died 5 times")}
+
+
 def test_the_row_that_died_alone_goes_last() -> None:
     book = ledger(1)
     taken(book, "a")
