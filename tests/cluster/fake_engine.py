@@ -16,7 +16,7 @@ from specfold import Completion, ConfigError, DecodeConfig, DecodeStats, Request
 from specfold.request import ERROR, LENGTH, STOP
 
 MODULE = "tests.cluster.fake_engine"
-DECODED = "decoded"
+DECODED, GO = "decoded", "go"
 POISON, NAN, HANG, RAISE = 9_001, 9_002, 9_003, 9_004
 """Token ids that, in a prompt, make the process die, the row fail, the engine hang or raise."""
 LOOP, BLANK, FLOOD, UNMASKED = 9_005, 9_006, 9_007, 9_008
@@ -168,6 +168,24 @@ class CountingEngine(FakeEngine):
         for completion in super().stream(requests, config, batch_size):
             self._file.write(b".")
             yield completion
+
+
+class GatedEngine(CountingEngine):
+    """After 40 rows it waits until there is a file ``go`` beside the model's folder."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, 0.02)
+        self._go = Path(folder).parent / GO
+
+    def stream(self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        for count, completion in enumerate(super().stream(requests, config, batch_size)):
+            while count >= 40 and not self._go.exists():
+                time.sleep(0.05)
+            yield completion
+
+
+def gated(folder: str, **_: Any) -> FakeEngine:
+    return GatedEngine(folder)
 
 
 def counting(folder: str, **_: Any) -> FakeEngine:

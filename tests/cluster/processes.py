@@ -43,7 +43,7 @@ def start_driver(
 
 
 def wait_for_parts(folder: JobFolder, count: int, driver: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(folder.parts) < count:
         assert driver.poll() is None, driver.communicate()
         assert time.monotonic() < deadline
