@@ -62,7 +62,7 @@ if __name__ == "__main__":
     _find_modules()
     exit_code = main(sys.argv[1:])
     if exit_code > 128:
-        # Interrupted: the interpreter's own end was seen to wait 5 s for a Ray that had only half started.
-        sys.stdout.flush()
-        os._exit(exit_code)
+        from cluster.driver import leave
+
+        leave(exit_code)
     sys.exit(exit_code)

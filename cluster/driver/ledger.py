@@ -3,8 +3,9 @@
 A death on a live node makes suspects of the rows that were in the engine. They run again singly, on one worker at a
 time; a row that kills two processes while it is alone in the engine becomes an error row, and all others are cleared.
 Only a death alone is evidence, and only on a worker that has finished a row before: a process can be killed from
-outside, and a GPU can be broken. Where other workers die as well between a row's deaths alone, somebody is killing
-processes, and more deaths are asked for: else twenty kills at random moments were enough to blame a row now and then.
+outside, and a GPU can be broken. A row that has finished alone is cleared of earlier deaths. Where such deaths have
+been seen, or other workers die between a row's own, somebody is killing processes, and more deaths are asked for:
+twenty kills at random moments were enough to blame a row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from cluster.messages import RowKey, ShardTask
 
 MAX_KILLS, MORE_KILLS = 2, 3
-"""Deaths alone that make a row guilty, and how many more are asked for at most where other workers die as well."""
+"""Deaths alone that make a row guilty, and how many more are asked for at most where somebody kills processes."""
 TIMES = "{times}"
 """Stands in a blamed row's message for the number of these deaths."""
 
@@ -64,7 +65,8 @@ class Ledger:
         self._out: dict[int, tuple[str, Work]] = {}
         self._kills: dict[RowKey, list[int]] = {}
         """Deaths with a row alone in the engine, as numbers of deaths."""
-        self._deaths = 0
+        self._deaths = self._from_outside = 0
+        """Deaths with rows in the engine, and those that were later seen to be no row's doing."""
 
     @property
     def finished(self) -> bool:
@@ -104,8 +106,7 @@ class Ledger:
     def done(self, index: int) -> Work:
         """A shard's part is published."""
         _, work = self._out.pop(index)
-        for key in work.alone:
-            self._kills.pop(key, None)
+        self._clear(work.alone)
         return work
 
     def lost(
@@ -129,6 +130,7 @@ class Ledger:
         for work in sorted(self.running(worker), key=lambda work: work.index):
             del self._out[work.index]
             mine = sorted(key for key in suspects if _holds(work, key))
+            self._clear(_passed(work, mine))
             if lone in mine and self._is_guilty(lone):
                 times = len(self._kills[lone])
                 work.blamed[lone] = (kind, cause.replace(TIMES, "twice" if times == 2 else f"{times} times"))
@@ -143,7 +145,12 @@ class Ledger:
         if not kills:
             return False
         others = kills[-1] - kills[0] + 1 - len(kills)
-        return len(kills) >= MAX_KILLS + min(others, MORE_KILLS)
+        return len(kills) >= MAX_KILLS + min(others + self._from_outside, MORE_KILLS)
+
+    def _clear(self, rows: Iterable[RowKey]) -> None:
+        """Rows have finished alone."""
+        for row in rows:
+            self._from_outside += len(self._kills.pop(row, ()))
 
     def _may_try_suspects(self, slot: int, only: bool) -> bool:
         if not self._suspected or any(work.alone for _, work in self._out.values()):
@@ -166,6 +173,14 @@ class ListFeed:
     @property
     def exhausted(self) -> bool:
         return self._exhausted
+
+
+def _passed(work: Work, in_engine: Collection[RowKey]) -> list[RowKey]:
+    """Rows that finished alone before their process died, as those alone go first and in order: earlier deaths were
+    not their doing."""
+    if any(key not in work.alone for key in in_engine):
+        return work.alone
+    return work.alone[: min((work.alone.index(key) for key in in_engine), default=0)]
 
 
 def _holds(work: Work, key: RowKey) -> bool:

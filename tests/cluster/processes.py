@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
 import json, sys
 from cluster.config import JobConfig
-from cluster.driver import run_job
+from cluster.driver import leave, run_job
 from cluster.errors import UserError
 engine, settings = sys.argv[1], json.loads(sys.argv[2])
 try:
-    sys.exit(run_job(JobConfig(**settings), engine_factory="tests.cluster.fake_engine:" + engine))
+    leave(run_job(JobConfig(**settings), engine_factory="tests.cluster.fake_engine:" + engine))
 except UserError as error:
     print("error:", error, file=sys.stderr)
     sys.exit(error.exit_code)
