@@ -148,7 +148,7 @@ def broken_gpu_1(folder: str, **_: Any) -> FakeEngine:
     import ray
 
     name = ray.get_runtime_context().get_actor_name() or ""
-    return DyingEngine() if name.startswith("worker-1") else FakeEngine(step_s=0.2)
+    return DyingEngine() if name.startswith("worker-1") else GatedEngine(folder)
 
 
 def broken_gpus(folder: str, **_: Any) -> FakeEngine:

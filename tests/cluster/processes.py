@@ -19,7 +19,8 @@ from tests.cluster.jobs import JobFolder, expected, keys
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the driver has handlers: no traceback of an import
 from cluster.config import JobConfig
 from cluster.driver import leave, run_job
 from cluster.errors import UserError
