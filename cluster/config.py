@@ -38,6 +38,13 @@ def _whole(hint: Any, tokens: tuple[Token, ...]) -> int:
         raise ValueError(f"it must be a whole number, not {tokens[0].value!r}.") from None
 
 
+def _not_empty(hint: Any, tokens: tuple[Token, ...]) -> str:
+    """Refuse an empty text, which a shell makes of a variable that is not set: it must not pass for the default."""
+    if not tokens[0].value.strip():
+        raise ValueError("it must not be empty.")
+    return tokens[0].value
+
+
 def _default_output(value: str) -> str:
     return "runs/MODEL-MODE-HASH, hash of the settings"
 
@@ -50,6 +57,7 @@ _MODEL, _INPUT, _PROMPT = _group("Model", 1), _group("Input and output", 2), _gr
 _DECODING, _SAMPLING, _RUNNING = _group("Decoding", 4), _group("Sampling", 5), _group("Running", 6)
 
 Int = Annotated[int, Parameter(converter=_whole, negative=())]
+Text = Annotated[str, Parameter(converter=_not_empty)]
 Flag = Parameter(negative=())
 HIDDEN = Parameter(parse=False, show=False)
 
@@ -58,9 +66,9 @@ HIDDEN = Parameter(parse=False, show=False)
 class JobConfig:
     """Every flag of the main job, in snake case, and below them what only the command itself can know."""
 
-    model: Annotated[str, Parameter(group=_MODEL)] = NAMES[0]
+    model: Annotated[Text, Parameter(group=_MODEL)] = NAMES[0]
     """Local folder, hub id, or a bundled model (fast_dllm_v2, nemotron_labs_diffusion)."""
-    revision: Annotated[str | None, Parameter(group=_MODEL)] = None
+    revision: Annotated[Text | None, Parameter(group=_MODEL)] = None
     """Branch, tag or commit of a hub model; resolved to a commit once."""
     mask_token_id: Annotated[Int | None, Parameter(group=_MODEL)] = None
     """Mask token; from the checkpoint unless given."""
@@ -73,17 +81,17 @@ class JobConfig:
     device: Annotated[Device, Parameter(group=_MODEL)] = "auto"
     """Where to decode: auto is the GPUs if the cluster has any."""
 
-    prompts: Annotated[str, Parameter(group=_INPUT)] = BUNDLED_PROMPTS
+    prompts: Annotated[Text, Parameter(group=_INPUT)] = BUNDLED_PROMPTS
     """JSONL, JSON, CSV, text or Parquet files, a folder of them, a saved Arrow dataset, or a hub dataset id (id:name
     for one of several configurations). Globs are sorted by name; remote URLs (s3://, gs://, https://) take credentials
     from the usual environment."""
-    split: Annotated[str | None, Parameter(group=_INPUT)] = None
+    split: Annotated[Text | None, Parameter(group=_INPUT)] = None
     """Split of a hub dataset or saved dataset; needed where there are several."""
     limit: Annotated[Int | None, Parameter(group=_INPUT)] = None
     """Only the first N input rows."""
-    output: Annotated[str, Parameter(group=_INPUT, show_default=_default_output)] = ""
+    output: Annotated[Text, Parameter(group=_INPUT, show_default=_default_output)] = ""
     """Folder or URL of the results; the same command on the same folder resumes."""
-    carry: Annotated[str, Parameter(group=_INPUT)] = "all"
+    carry: Annotated[Text, Parameter(group=_INPUT)] = "all"
     """Input columns copied to the output: all, none, or names (a,b). all leaves out the prompt itself; name it to keep
     it."""
     input_prefix: Annotated[str, Parameter(group=_INPUT)] = ""
@@ -95,19 +103,19 @@ class JobConfig:
     check: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
     """Check every input row, the model's files and the output folder, print what a job would find and need, and decode
     nothing."""
-    push_to_hub: Annotated[str | None, Parameter(group=_INPUT)] = None
+    push_to_hub: Annotated[Text | None, Parameter(group=_INPUT)] = None
     """Hub dataset (owner/name) that the rows and the card are uploaded to at the end; made if it is not there. The
     token comes from the usual environment."""
     hub_public: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
     """Make a new hub dataset public; left out: private."""
 
-    prompt_column: Annotated[str | None, Parameter(group=_PROMPT)] = None
+    prompt_column: Annotated[Text | None, Parameter(group=_PROMPT)] = None
     """Column that holds the prompt; prompt unless given."""
-    prompt_template: Annotated[str | None, Parameter(group=_PROMPT)] = None
+    prompt_template: Annotated[Text | None, Parameter(group=_PROMPT)] = None
     """Jinja2 template over the row's columns that makes the prompt; an undefined name is an error of the row."""
     system_prompt: Annotated[str | None, Parameter(group=_PROMPT)] = None
     """System message for rows that bring none."""
-    chat_template: Annotated[str, Parameter(group=_PROMPT)] = "auto"
+    chat_template: Annotated[Text, Parameter(group=_PROMPT)] = "auto"
     """auto: the model's; none: prompts go in raw; or a file with a Jinja2 chat template."""
 
     mode: Annotated[Mode, Parameter(group=_DECODING)] = _ENGINE.mode
@@ -119,7 +127,7 @@ class JobConfig:
     """own: test again before the FFN; entry: the paper's single test."""
     drafts: Annotated[Int, Parameter(group=_DECODING)] = _ENGINE.drafts
     """Draft branches verified beside the main one."""
-    draft_graph: Annotated[str | None, Parameter(group=_DECODING)] = None
+    draft_graph: Annotated[Text | None, Parameter(group=_DECODING)] = None
     """JSON file that replaces the default draft graph (python jobs/calibrate.py writes one), or auto: made from the
     job's own first rows before the first part, and kept in the output folder."""
     draft_budget: Annotated[Int | None, Parameter(group=_DECODING)] = None

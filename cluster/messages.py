@@ -72,6 +72,10 @@ class ShardRecord:
     started: float = 0.0
     """Seconds since the epoch; work on the shard ran from here to ``ended``."""
     ended: float = 0.0
+    busy_s: float = 0.0
+    """Seconds in which the worker had rows in its engine since its last part, or since its engine was up."""
+    idle_s: float = 0.0
+    """Likewise, in which it had none."""
     slowest_row: int = -1
     slowest_row_s: float = 0.0
     lengths: dict[str, int] = field(default_factory=dict)

@@ -145,10 +145,12 @@ def named(config: JobConfig, word: str, others: Sequence[Any]) -> str:
 
 def _config_file(argv: Sequence[str]) -> Path | None:
     for position, argument in enumerate(argv):
-        if argument == _CONFIG_FLAG and position + 1 < len(argv):
-            return Path(argv[position + 1])
-        if argument.startswith(_CONFIG_FLAG + "="):
-            return Path(argument.partition("=")[2])
+        name, equals, value = argument.partition("=")
+        if name == _CONFIG_FLAG and (equals or position + 1 < len(argv)):
+            value = value if equals else argv[position + 1]
+            if not value.strip():
+                raise UserError("--config must not be empty.")
+            return Path(value)
     return None
 
 

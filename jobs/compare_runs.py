@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+if sys.path and Path(sys.path[0]).resolve() == ROOT / "jobs":
+    sys.path[0] = str(ROOT)  # a file in jobs/ must not hide a library's module of its name
 
 from rich.console import Console  # noqa: E402
 from rich.table import Column, Table  # noqa: E402

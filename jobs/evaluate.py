@@ -85,4 +85,9 @@ def _settings(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    if exit_code > 128:
+        from cluster.driver import leave
+
+        leave(exit_code)
+    sys.exit(exit_code)

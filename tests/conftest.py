@@ -18,6 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("SPECFOLD_SHARED", ROOT.parent / "shared"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-minutes", type=float, default=0.5, help="how long random faults hit a job")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,16 +19,18 @@ from cluster.driver.footprint import measure_model
 from cluster.driver.job import Job, choose_device, helpers, limited, worker_count
 from cluster.driver.preflight import JobPlan, earlier_run, full_report
 from cluster.driver.progress import open_view
-from cluster.driver.session import Interrupted, OutputKeeper, StopSignals, ray_session
+from cluster.driver.session import OutputKeeper, ray_session
+from cluster.driver.signals import Interrupted, StopSignals
 from cluster.errors import UserError
 from cluster.input.schema import carried_schema
+from cluster.input.shards import InputSource
 from cluster.input.source import open_input
 from cluster.models import ModelRef, resolve_model
 from cluster.output.identity import resolve, run_identity
 from cluster.output.lease import Lease, is_held
 from cluster.output.push import require_token
 from cluster.output.rundir import RunDir, RunFile
-from cluster.output.storage import Store
+from cluster.output.storage import StorageError, Store
 from specfold import ConfigError, ModelError
 from specfold.checkpoint import check_settings
 
@@ -51,36 +53,20 @@ def run_job(config: JobConfig, *, engine_factory: str = DEFAULT_ENGINE) -> int:
     ``engine_factory``: ``module:callable`` that workers call to make their engine. Raises ``UserError`` for what the
     user can mend; its ``exit_code`` is the command's.
     """
-    if config.push_to_hub is not None:
-        require_token()
-    source = open_input(config)
-    model = require_model(config)
-    store = Store(config.output)
-    RunDir(store).read()  # a foreign folder is refused before Ray takes its seconds to start
-    console = Console()
     events: SimpleQueue[Event] = SimpleQueue()
-    with ray_session(config.ray_address, config.workers), StopSignals(lambda: events.put(Wake())) as signals:
-        choose_device(config)  # a device that is not there is refused before anything is written
-        token = secrets.token_hex(8)
-        view = open_view(console)
-        lease = Lease(store, token, view.say)
-        keeper = OutputKeeper(store.url, partial(is_held, store))
-        signals.last_words.append(lease.release)
-        try:
-            keeper.acquire()
-            lease.acquire()
-            job = Job(
-                config, source, model, store, lease=lease, token=token, signals=signals, events=events, view=view,
-                console=console, engine_factory=engine_factory,
-            )  # fmt: skip
-            return job.run()
-        except Interrupted as interrupted:
-            view.say(f"Stopped by {interrupted}; the same command goes on from here.")
-            return interrupted.exit_code
-        finally:
-            view.close()
-            lease.release()
-            keeper.release()
+    signals = StopSignals(lambda: events.put(Wake()))
+
+    def run() -> int:
+        if config.push_to_hub is not None:
+            require_token()
+        source = open_input(config)
+        model = require_model(config)
+        store, _ = _open_output(config)  # what is no output is refused before Ray takes its seconds to start
+        with ray_session(config.ray_address, config.workers, signals):
+            choose_device(config)  # a device that is not there is refused before anything is written
+            return _run(config, source, model, store, signals, events, engine_factory)
+
+    return _stoppable(signals, run)
 
 
 @_as_user_errors()
@@ -89,11 +75,80 @@ def check_job(config: JobConfig) -> int:
 
     Decodes nothing and writes nothing. Returns the exit code; raises ``UserError`` where the job could not run.
     """
+    signals = StopSignals(resumable=False)
+    return _stoppable(signals, partial(_check, config, signals))
+
+
+def _stoppable(signals: StopSignals, run: Callable[[], int]) -> int:
+    """The exit code of a command, or of the signal that stopped it."""
+    try:
+        with signals:
+            return run()
+    except Interrupted as interrupted:
+        signals.tell(interrupted.number)
+        return interrupted.exit_code
+
+
+def _run(
+    config: JobConfig,
+    source: InputSource,
+    model: ModelRef,
+    store: Store,
+    signals: StopSignals,
+    events: SimpleQueue[Event],
+    engine_factory: str,
+) -> int:
+    """Take the output folder and run the job in it; Ray is up."""
+    console = Console()
+    token = secrets.token_hex(8)
+    view = open_view(console)
+    lease = Lease(store, token, view.say)
+    keeper = OutputKeeper(store.url, partial(is_held, store))
+    signals.last_words.append(lease.release)
+    try:
+        keeper.acquire()
+        with _mistakes_of_output():
+            lease.acquire()
+        job = Job(
+            config, source, model, store, lease=lease, token=token, signals=signals, events=events, view=view,
+            console=console, engine_factory=engine_factory,
+        )  # fmt: skip
+        return job.run()
+    except Interrupted as interrupted:
+        signals.tell(interrupted.number, view.say)
+        raise
+    finally:
+        view.close()
+        lease.release()
+        keeper.release()
+
+
+def _open_output(config: JobConfig) -> tuple[Store, RunFile | None]:
+    """The output folder, which may not be there yet, and the run in it. Refuses what can be no output, makes none."""
+    with _mistakes_of_output():
+        store = Store(config.output)
+        store.require_writable()
+        return store, RunDir(store).read()
+
+
+@contextmanager
+def _mistakes_of_output() -> Iterator[None]:
+    """A place that can take no output is a mistake of the command, unlike a disk that fills up."""
+    try:
+        yield
+    except StorageError as error:
+        if error.is_mistake:
+            raise UserError(str(error)) from None
+        raise
+
+
+def _check(config: JobConfig, signals: StopSignals) -> int:
     source = open_input(config)
     model = require_model(config)
-    store = Store(config.output)
-    existing = None if config.overwrite else RunDir(store).read()
-    with ray_session(config.ray_address, config.workers):
+    store, existing = _open_output(config)
+    if config.overwrite:
+        existing = None
+    with ray_session(config.ray_address, config.workers, signals):
         rows = limited(source.count(), config.limit)
         shard_rows = config.shard_rows or (existing.shard_rows if existing else default_shard_rows(rows))
         settled = resolve(config, choose_device(config), shard_rows)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from cluster.driver.events import Died, Done, Event, Examined, Failed, Pool, Progress, Ready, Room, Wake
-from cluster.driver.ledger import Ledger
+from cluster.driver.ledger import TIMES, Ledger
 from cluster.driver.roster import MAX_BARREN, Live, Member, Roster
 from cluster.errors import UserError
 from cluster.messages import Failure, Flight, Receipt, ShardRecord, WorkerInfo, WorkerState
@@ -20,8 +20,8 @@ TICK_S, ASK_S, SIZE_S, PENDING_S, RELEASE_S = 0.25, 1.0, 10.0, 30.0, 30.0
 EARLY_ROWS = 1000
 _MAX_EVENTS = 1000
 _BLAME = {
-    "worker_died": "The worker process died twice with this row alone in the engine ({}).",
-    "engine_error": "The engine failed twice with this row alone in it ({}).",
+    "worker_died": "The worker process died {times} with this row alone in the engine ({cause}).",
+    "engine_error": "The engine failed {times} with this row alone in it ({cause}).",
 }
 
 
@@ -200,7 +200,7 @@ class Dispatcher:
             slot=member.slot,
             proven=self._roster.is_proven(member.slot),
             kind=member.kind,
-            cause=_BLAME[member.kind].format(member.cause.rstrip(".")),
+            cause=_BLAME[member.kind].format(times=TIMES, cause=member.cause.rstrip(".")),
         )
         self._fill()
         self._hand_out()

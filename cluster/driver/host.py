@@ -23,7 +23,7 @@ from cluster.output.summary import Tally, read_summary, write_summary
 SUMMARY_S, REPORT_S, SHOW_S = 10.0, 30.0, 0.5
 REPORT_SHARE = 0.01
 _MAX_SESSIONS = 100
-_OF_DECODING = ("tokens_per_second", "workers", "history", "audit")
+_OF_DECODING = ("tokens_per_second", "history", "audit")
 """Entries of the summary that stay those of the last session that decoded."""
 
 
@@ -94,7 +94,7 @@ class SummaryFile:
         values["rows"] = {"total": self._total_rows} | values["rows"]
         session = values.pop("session") | {
             "state": state, "exit_code": exit_code, "started": _utc(self._started), "host": os.uname().nodename,
-            "workers": len(values["workers"]), "versions": self._versions,
+            "versions": self._versions,
         }  # fmt: skip
         values = {"state": state, "error": error, "missing_shards": missing, "updated": _utc(time.time())} | values
         values["sessions"] = [*self._sessions, session]

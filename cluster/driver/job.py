@@ -23,7 +23,8 @@ from cluster.driver.ledger import Ledger
 from cluster.driver.pool import RayPool
 from cluster.driver.preflight import short_report
 from cluster.driver.progress import View
-from cluster.driver.session import Interrupted, StopSignals, ray_map, worker_environment
+from cluster.driver.session import ray_map, worker_environment
+from cluster.driver.signals import Interrupted, StopSignals
 from cluster.errors import UserError
 from cluster.input.schema import Map, carried_schema
 from cluster.input.shards import InputSource

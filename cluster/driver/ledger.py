@@ -3,19 +3,24 @@
 A death on a live node makes suspects of the rows that were in the engine. They run again singly, on one worker at a
 time; a row that kills two processes while it is alone in the engine becomes an error row, and all others are cleared.
 Only a death alone is evidence, and only on a worker that has finished a row before: a process can be killed from
-outside, and a GPU can be broken.
+outside, and a GPU can be broken. A row that has finished alone is cleared of earlier deaths. Where such deaths have
+been seen, or other workers die between a row's own, somebody is killing processes, and more deaths are asked for:
+twenty kills at random moments were enough to blame a row.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.messages import RowKey, ShardTask
 
-MAX_KILLS = 2
+MAX_KILLS, MORE_KILLS = 2, 3
+"""Deaths alone that make a row guilty, and how many more are asked for at most where somebody kills processes."""
+TIMES = "{times}"
+"""Stands in a blamed row's message for the number of these deaths."""
 
 
 @dataclass
@@ -58,7 +63,10 @@ class Ledger:
         self._again: deque[Work] = deque()
         self._suspected: deque[Work] = deque()
         self._out: dict[int, tuple[str, Work]] = {}
-        self._kills: Counter[RowKey] = Counter()
+        self._kills: dict[RowKey, list[int]] = {}
+        """Deaths with a row alone in the engine, as numbers of deaths."""
+        self._deaths = self._from_outside = 0
+        """Deaths with rows in the engine, and those that were later seen to be no row's doing."""
 
     @property
     def finished(self) -> bool:
@@ -98,8 +106,7 @@ class Ledger:
     def done(self, index: int) -> Work:
         """A shard's part is published."""
         _, work = self._out.pop(index)
-        for key in work.alone:
-            self._kills.pop(key, None)
+        self._clear(work.alone)
         return work
 
     def lost(
@@ -117,18 +124,33 @@ class Ledger:
         ``suspects``: rows in its engine, none if they are not to blame. ``proven``: the slot has finished a row before.
         """
         lone = next(iter(suspects)) if len(suspects) == 1 else None
+        self._deaths += bool(suspects)
         if lone and proven:
-            self._kills[lone] += 1
+            self._kills.setdefault(lone, []).append(self._deaths)
         for work in sorted(self.running(worker), key=lambda work: work.index):
             del self._out[work.index]
             mine = sorted(key for key in suspects if _holds(work, key))
-            if lone in mine and self._kills[lone] >= MAX_KILLS:
-                work.blamed[lone] = (kind, cause)
+            self._clear(_passed(work, mine))
+            if lone in mine and self._is_guilty(lone):
+                times = len(self._kills[lone])
+                work.blamed[lone] = (kind, cause.replace(TIMES, "twice" if times == 2 else f"{times} times"))
             # The one that died alone goes last: the others can then show that the worker itself is sound.
             order = [key for key in work.alone if key not in mine] + mine
             work.alone = [key for key in order if key not in work.blamed]
             work.died_on = slot if mine else work.died_on
             (self._suspected if work.alone else self._again).append(work)
+
+    def _is_guilty(self, row: RowKey) -> bool:
+        kills = self._kills.get(row)
+        if not kills:
+            return False
+        others = kills[-1] - kills[0] + 1 - len(kills)
+        return len(kills) >= MAX_KILLS + min(others + self._from_outside, MORE_KILLS)
+
+    def _clear(self, rows: Iterable[RowKey]) -> None:
+        """Rows have finished alone."""
+        for row in rows:
+            self._from_outside += len(self._kills.pop(row, ()))
 
     def _may_try_suspects(self, slot: int, only: bool) -> bool:
         if not self._suspected or any(work.alone for _, work in self._out.values()):
@@ -151,6 +173,14 @@ class ListFeed:
     @property
     def exhausted(self) -> bool:
         return self._exhausted
+
+
+def _passed(work: Work, in_engine: Collection[RowKey]) -> list[RowKey]:
+    """Rows that finished alone before their process died, as those alone go first and in order: earlier deaths were
+    not their doing."""
+    if any(key not in work.alone for key in in_engine):
+        return work.alone
+    return work.alone[: min((work.alone.index(key) for key in in_engine), default=0)]
 
 
 def _holds(work: Work, key: RowKey) -> bool:

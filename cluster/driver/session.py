@@ -1,4 +1,4 @@
-"""The Ray side of a driver's life: joining or starting Ray, stopping on signals, one driver per output."""
+"""The Ray side of a driver's life: joining or starting Ray, one driver per output, helper tasks."""
 
 from __future__ import annotations
 
@@ -9,39 +9,28 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
 
+from cluster.driver.signals import Interrupted, StopSignals
 from cluster.errors import UserError
 from specfold import ConfigError, ModelError
 
 NAMESPACE = "specfold"
-CLEAN_UP_AFTER_S, EXIT_WITHIN_S = 1.3, 1.8
 _KEEPER_WAIT_S = 5.0
 _PROBE_S = 10.0
 
 
-class Interrupted(Exception):
-    """SIGINT or SIGTERM arrived; ``exit_code`` is 130 or 143."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
-
-
 @contextlib.contextmanager
-def ray_session(address: str | None, workers: int | None) -> Iterator[None]:
+def ray_session(address: str | None, workers: int | None, signals: StopSignals) -> Iterator[None]:
     """Join the cluster at ``address``, or start a local Ray; leave alone what was running before.
 
-    A bare ``ray.init()`` would join any head on the machine, hence ``local``.
+    A bare ``ray.init()`` would join any head on the machine, hence ``local``. Raises ``UserError`` or ``Interrupted``.
     """
     if ray.is_initialized():
         yield
@@ -58,7 +47,12 @@ def ray_session(address: str | None, workers: int | None) -> Iterator[None]:
         ray.init(**options)
     except (ConnectionError, ValueError) as error:
         raise UserError(f"the Ray cluster at {address} cannot be reached: {error}", 1) from None
+    except SystemExit:  # Ray's own handler, which is in place while it starts
+        raise Interrupted(signals.number or signal.SIGTERM) from None
+    finally:
+        signals.arm()
     try:
+        signals.check()
         yield
     finally:
         ray.shutdown()
@@ -88,53 +82,6 @@ def worker_environment() -> dict[str, Any]:
     if root in known or "site-packages" in root.parts or ray.get_runtime_context().runtime_env.get("working_dir"):
         return {}
     return {"env_vars": {"PYTHONPATH": str(root)}}
-
-
-class StopSignals:
-    """SIGINT and SIGTERM set ``number``; the process ends within two seconds whatever it is doing.
-
-    ``last_words`` run if the main thread has not come to an end by itself in time. To be entered after ``ray.init``,
-    which installs handlers of its own. Signals cannot be caught outside the main thread; there this does nothing.
-    """
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.number: int | None = None
-        self.last_words: list[Callable[[], None]] = []
-        self._wake = wake
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def check(self) -> None:
-        """Raise ``Interrupted`` if a signal has come."""
-        if self.number is not None:
-            raise Interrupted(self.number)
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        code = 128 + number
-        if self.number is not None:
-            os._exit(code)
-        self.number = number
-        for delay, call in ((CLEAN_UP_AFTER_S, partial(self._end, code)), (EXIT_WITHIN_S, partial(os._exit, code))):
-            timer = threading.Timer(delay, call)
-            timer.daemon = True
-            timer.start()
-        self._wake()
-
-    def _end(self, code: int) -> None:
-        for call in self.last_words:
-            with contextlib.suppress(Exception):
-                call()
-        sys.stdout.flush()
-        os._exit(code)
 
 
 class OutputKeeper:

@@ -10,7 +10,7 @@ from rich.text import Text
 from cluster.config import JobConfig, as_flags
 from cluster.driver import DEFAULT_ENGINE
 from cluster.driver.job import EXIT_FAILED
-from cluster.driver.session import Interrupted, StopSignals
+from cluster.driver.signals import Interrupted, StopSignals
 from cluster.errors import UserError
 from cluster.evaluation.comparison import TaskResult, VariantResult, compare, score
 from cluster.evaluation.gradebook import Gradebook
@@ -32,19 +32,22 @@ class Evaluation:
 
     def run(self, engine_factory: str = DEFAULT_ENGINE) -> int:
         """Do what is left to do; returns the exit code. Raises ``UserError``."""
+        signals = StopSignals()
         try:
-            plan = make_plan(*self.settings)
-            code = decode(plan, self._say, engine_factory)
+            with signals:
+                return self._run(signals, engine_factory)
         except (ConfigError, ModelError) as error:
             raise UserError(as_flags(str(error))) from None
+        except Interrupted as interrupted:
+            signals.tell(interrupted.number, self._say)
+            return interrupted.exit_code
+
+    def _run(self, signals: StopSignals, engine_factory: str) -> int:
+        plan = make_plan(*self.settings)
+        code = decode(plan, self._say, signals, engine_factory)
         if code not in (0, EXIT_FAILED):
             return code
-        try:
-            with StopSignals(lambda: None) as signals:
-                results = self._grade(plan, signals)
-        except Interrupted as interrupted:
-            self._say(f"Stopped by {interrupted}; the same command goes on from here.")
-            return interrupted.exit_code
+        results = self._grade(plan, signals)
         self._publish(plan, results)
         return code
 

@@ -14,6 +14,7 @@ from cluster.driver import DEFAULT_ENGINE, run_job
 from cluster.driver.commands import require_model
 from cluster.driver.job import EXIT_FAILED, choose_device
 from cluster.driver.session import ray_session
+from cluster.driver.signals import StopSignals
 from cluster.errors import UserError
 from cluster.evaluation.pool import grade
 from cluster.evaluation.records import Item, Output
@@ -97,13 +98,13 @@ def make_plan(config: JobConfig, evaluation: EvaluationConfig, given: Set[str]) 
     return Plan(store, tasks, variants, runs)
 
 
-def decode(plan: Plan, say: Callable[[str], None], engine_factory: str = DEFAULT_ENGINE) -> int:
+def decode(plan: Plan, say: Callable[[str], None], signals: StopSignals, engine_factory: str = DEFAULT_ENGINE) -> int:
     """Make or complete every run; returns the exit code, of which 0 and 3 mean that all rows are there."""
     config = plan.runs[0].config
     for run in plan.runs:
         require_model(run.config)
     worst = 0
-    with ray_session(config.ray_address, config.workers):
+    with ray_session(config.ray_address, config.workers, signals):
         choose_device(config)
         _write_items(plan)
         for number, run in enumerate(plan.runs, 1):

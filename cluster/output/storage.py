@@ -25,16 +25,25 @@ _REASONS = {
     errno.EFBIG: "the limit on file size is reached",
     errno.ENOTDIR: "a part of the path is not a folder",
     errno.EEXIST: "a file is in the way",
+    errno.EISDIR: "a folder is in the way",
+    errno.ENAMETOOLONG: "the name is too long",
 }
+_MISTAKES = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
+_MISTAKEN_NUMBERS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 _REMOTE_ATTEMPTS = 4
 _CLIENTS = ("botocore", "aiobotocore", "aiohttp", "gcsfs")  # errors of theirs that are no OSError
 
 
 class StorageError(UserError):
-    """The output cannot be read or written. Whatever was published before stays whole."""
+    """The output cannot be read or written. Whatever was published before stays whole.
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    ``is_mistake``: the place itself is at fault (a file in the way, no permission, a bucket that is not there), so that
+    the same command would do no better later.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, *, is_mistake: bool = False) -> None:
         super().__init__(message, exit_code)
+        self.is_mistake = is_mistake
 
 
 class Store:
@@ -56,6 +65,20 @@ class Store:
     def path(self, name: str) -> str:
         """Where a file is, as shown to people."""
         return f"{self.url}/{name}"
+
+    def require_writable(self) -> None:
+        """Raise ``StorageError`` if a local folder can be seen to take no files; creates nothing."""
+        if not self.is_local:
+            return
+        place = Path(self.root)
+        with self._explained("written"):
+            while not place.exists() and place != place.parent:
+                place = place.parent
+            if not place.is_dir():
+                raise OSError(errno.EEXIST if place == Path(self.root) else errno.ENOTDIR, "")
+            if not os.access(place, os.W_OK | os.X_OK):
+                read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+                raise OSError(errno.EROFS if read_only else errno.EACCES, "")
 
     def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
         """Publish ``data``, replacing what was there. Raises ``StorageError``; then nothing is half-written."""
@@ -165,7 +188,7 @@ class Store:
                 time.sleep(0.5 * 2**attempt)
 
     @contextlib.contextmanager
-    def _explained(self, verb: str, name: str) -> Iterator[None]:
+    def _explained(self, verb: str, name: str = "") -> Iterator[None]:
         """Turn what the file system or the store raises into one sentence."""
         try:
             yield
@@ -182,7 +205,9 @@ class Store:
         number = getattr(error, "errno", None)
         reason = _REASONS.get(number, "") if number else ""
         reason = reason or getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise StorageError(f"{self.path(name)} cannot be {verb}: {str(reason).rstrip('.')}.") from None
+        is_mistake = isinstance(error, _MISTAKES) or number in _MISTAKEN_NUMBERS
+        where = self.path(name) if name else self.url
+        raise StorageError(f"{where} cannot be {verb}: {str(reason).rstrip('.')}.", is_mistake=is_mistake) from None
 
 
 def _link_new(temporary: str, target: str) -> bool:

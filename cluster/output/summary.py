@@ -70,6 +70,8 @@ class Tally:
         self.session_rows = 0
         self.session_tokens = 0
         self._workers: dict[str, _WorkerTotals] = {}
+        self._present: set[str] = set()
+        """Workers of this session."""
         self._lines: dict[int, ShardLine] = {}
 
     def add(self, record: ShardRecord, *, fresh: bool) -> None:
@@ -85,10 +87,11 @@ class Tally:
         self._add_flags(record)
         self.rows += record.rows
         self._lines[record.index] = _line(record)
+        self._workers.setdefault(record.worker, _WorkerTotals()).add(record, fresh=fresh)
         if fresh:
             self.session_rows += record.rows
             self.session_tokens += record.stats.output_tokens
-            self._workers.setdefault(record.worker, _WorkerTotals()).add(record)
+            self._present.add(record.worker)
 
     def _add_flags(self, record: ShardRecord) -> None:
         self.flags.update(record.flags)
@@ -99,6 +102,7 @@ class Tally:
     def observe(self, worker: str, state: WorkerState) -> None:
         """Keep a worker's latest live counters."""
         self._workers.setdefault(worker, _WorkerTotals()).state = state
+        self._present.add(worker)
 
     @property
     def num_failed(self) -> int:
@@ -125,7 +129,7 @@ class Tally:
         The decode speed is that of all workers together while they have rows: no start, no idle time.
         """
         busy = sum(worker.state.busy_s for worker in self._workers.values())
-        places = len({name.partition(".")[0] for name in self._workers})
+        places = len({name.partition(".")[0] for name in self._present})
         stats = self.stats
         return {
             "rows": {
@@ -146,7 +150,12 @@ class Tally:
                 "decode": _ratio(self.session_tokens * places, busy),
                 "end_to_end": _ratio(self.session_tokens, seconds),
             },
-            "session": {"rows": self.session_rows, "output_tokens": self.session_tokens, "seconds": round(seconds, 3)},
+            "session": {
+                "rows": self.session_rows,
+                "output_tokens": self.session_tokens,
+                "seconds": round(seconds, 3),
+                "workers": len(self._present),
+            },
             "tokens_per_forward": _round(stats.tokens_per_forward),
             "drafts_proposed": stats.drafts_proposed,
             "drafts_accepted": stats.drafts_accepted,
@@ -174,30 +183,38 @@ class Tally:
 
 
 class _WorkerTotals:
+    """Sums of a worker over all sessions: parts of earlier ones tell their times, the live counters those of this."""
+
     def __init__(self) -> None:
         self.state = WorkerState()
         self._stats = DecodeStats()
-        self._shards = self._rows = self._failed = 0
+        self._shards = self._rows = self._failed = self._earlier_tokens = 0
+        self._earlier_busy_s = self._earlier_idle_s = 0.0
 
-    def add(self, record: ShardRecord) -> None:
+    def add(self, record: ShardRecord, *, fresh: bool) -> None:
         self._stats.add(record.stats)
         self._shards += 1
         self._rows += record.rows
         self._failed += record.num_failed
+        if not fresh and record.busy_s:
+            self._earlier_tokens += record.stats.output_tokens
+            self._earlier_busy_s += record.busy_s
+            self._earlier_idle_s += record.idle_s
 
     def to_dict(self) -> dict[str, Any]:
-        stats = self._stats
+        stats, state = self._stats, self.state
+        busy = self._earlier_busy_s + state.busy_s
         return {
             "shards": self._shards,
             "rows": self._rows,
             "failed": self._failed,
             "output_tokens": stats.output_tokens,
-            "tokens_per_second": _ratio(self.state.output_tokens, self.state.busy_s),
+            "tokens_per_second": _ratio(self._earlier_tokens + state.output_tokens, busy),
             "tokens_per_forward": _round(stats.tokens_per_forward),
             "acceptance_by_depth": [_round(share) for share in stats.acceptance_by_depth],
             "fold_rate": _round(stats.fold_rate),
-            "busy_seconds": round(self.state.busy_s, 3),
-            "idle_seconds": round(self.state.idle_s, 3),
+            "busy_seconds": round(busy, 3),
+            "idle_seconds": round(self._earlier_idle_s + state.idle_s, 3),
         }
 
 

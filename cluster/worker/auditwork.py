@@ -50,8 +50,8 @@ class AuditWork:
         self._chosen = chosen
         self.shard = OpenShard(raw.index, deque(waiting.values()), alone)
 
-    def publish(self, store: Store, worker: str, started: float) -> tuple[AuditRecord, int]:
-        """Compare the outputs; writes nothing."""
+    def publish(self, store: Store, worker: str, started: float, spent: tuple[float, float]) -> tuple[AuditRecord, int]:
+        """Compare the outputs; writes nothing. The time ``spent`` is no part of the run's."""
         results = self._results | self.shard.results
         found = [compare(key, self._outputs[key], results[key]) for key in self._chosen]
         sizes = [len(self._outputs[key]) for key in self._chosen]

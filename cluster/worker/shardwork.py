@@ -63,8 +63,11 @@ class ShardWork:
         """Rows that need no decoding because they have failed already."""
         return len(self._failed)
 
-    def publish(self, store: Store, worker: str, started: float) -> tuple[ShardRecord, int]:
-        """Write the part; returns its record and its size. Raises ``StorageError``."""
+    def publish(self, store: Store, worker: str, started: float, spent: tuple[float, float]) -> tuple[ShardRecord, int]:
+        """Write the part; returns its record and its size. Raises ``StorageError``.
+
+        ``spent``: the worker's busy and idle seconds since its last part.
+        """
         results = self._failed | self.shard.results
         stats = sum_stats([c.stats for c in self.shard.results.values() if c.finish_reason != ERROR])
         stats.add(self._old_stats)
@@ -86,6 +89,8 @@ class ShardWork:
             worker=worker,
             started=started,
             ended=time.time(),
+            busy_s=round(spent[0], 3),
+            idle_s=round(spent[1], 3),
             quarantined=sum(moved or ()),
             **count_rows(table),
         )

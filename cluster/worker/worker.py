@@ -43,6 +43,7 @@ class Worker:
         self._arrived = self._open = self._opening_rows = 0
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._writing = ThreadPoolExecutor(1, "write")
+        self._booked = (0.0, 0.0)
         self._broken: Failure | None = None
         self._auditing: asyncio.Future[None] | None = None
 
@@ -114,9 +115,16 @@ class Worker:
         if failure:
             return failure
         record, num_bytes = await self._loop.run_in_executor(
-            self._writing, work.publish, self._store, self._name, started
+            self._writing, work.publish, self._store, self._name, started, self._spent()
         )
         return Receipt(record, await self.progress(), num_bytes)
+
+    def _spent(self) -> tuple[float, float]:
+        """Busy and idle seconds since this was last asked."""
+        assert self._decode is not None
+        state = self._decode.state()
+        (busy, idle), self._booked = self._booked, (state.busy_s, state.idle_s)
+        return state.busy_s - busy, state.idle_s - idle
 
     def _load(self) -> WorkerInfo:
         plan = self._plan

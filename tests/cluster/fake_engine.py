@@ -9,12 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from specfold import Completion, ConfigError, DecodeConfig, DecodeStats, Request
 from specfold.request import ERROR, LENGTH, STOP
 
 MODULE = "tests.cluster.fake_engine"
+DECODED, GO = "decoded", "go"
 POISON, NAN, HANG, RAISE = 9_001, 9_002, 9_003, 9_004
 """Token ids that, in a prompt, make the process die, the row fail, the engine hang or raise."""
 LOOP, BLANK, FLOOD, UNMASKED = 9_005, 9_006, 9_007, 9_008
@@ -115,6 +117,83 @@ def slow(folder: str, **_: Any) -> FakeEngine:
 
 def slower(folder: str, **_: Any) -> FakeEngine:
     return FakeEngine(step_s=0.2)
+
+
+class HungryEngine(FakeEngine):
+    """Runs out of memory with more than two rows at a time."""
+
+    def stream(self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        if batch_size <= 2:
+            yield from super().stream(requests, config, batch_size)
+            return
+        taken = [next(requests, None) for _ in range(3)]
+        raise MemoryError(f"no room for {len(taken)} rows")
+
+
+def hungry(folder: str, **_: Any) -> FakeEngine:
+    return HungryEngine(step_s=0.02)
+
+
+class DyingEngine(FakeEngine):
+    """Ends its process with the first row in it, as on a broken GPU."""
+
+    def stream(self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        next(requests)
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield from ()
+
+
+def broken_gpu_1(folder: str, **_: Any) -> FakeEngine:
+    """A broken GPU under the second worker: whoever is placed there never finishes a row."""
+    import ray
+
+    name = ray.get_runtime_context().get_actor_name() or ""
+    return DyingEngine() if name.startswith("worker-1") else GatedEngine(folder)
+
+
+def broken_gpus(folder: str, **_: Any) -> FakeEngine:
+    return DyingEngine()
+
+
+class CountingEngine(FakeEngine):
+    """Leaves a file for each process beside the model's folder, a byte for each row that it decoded."""
+
+    def __init__(self, folder: str, step_s: float) -> None:
+        super().__init__(step_s)
+        place = Path(folder).parent / DECODED
+        place.mkdir(exist_ok=True)
+        self._file = open(place / str(os.getpid()), "ab", buffering=0)  # noqa: SIM115 (open as long as the process)
+
+    def stream(self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        for completion in super().stream(requests, config, batch_size):
+            self._file.write(b".")
+            yield completion
+
+
+class GatedEngine(CountingEngine):
+    """After 40 rows it waits until there is a file ``go`` beside the model's folder."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, 0.02)
+        self._go = Path(folder).parent / GO
+
+    def stream(self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        for count, completion in enumerate(super().stream(requests, config, batch_size)):
+            while count >= 40 and not self._go.exists():
+                time.sleep(0.05)
+            yield completion
+
+
+def gated(folder: str, **_: Any) -> FakeEngine:
+    return GatedEngine(folder)
+
+
+def counting(folder: str, **_: Any) -> FakeEngine:
+    return CountingEngine(folder, 0.02)
+
+
+def counting_slowly(folder: str, **_: Any) -> FakeEngine:
+    return CountingEngine(folder, 0.1)
 
 
 def cured(folder: str, **_: Any) -> FakeEngine:

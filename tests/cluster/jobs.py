@@ -35,7 +35,7 @@ class JobFolder:
         self.root = root
         self.output = root / "out"
         self.model = root / "model"
-        self.model.mkdir()
+        self.model.mkdir(parents=True)
         (self.model / "config.json").write_text(json.dumps(MODEL_CONFIG))
 
     def write_prompts(self, count: int, special: dict[int, Any] | None = None, name: str = "in.jsonl") -> str:
@@ -74,6 +74,11 @@ class JobFolder:
     def leftovers(self) -> list[Path]:
         """Temporary files of writers that were killed."""
         return sorted(self.output.rglob(".*"))
+
+    @property
+    def decoded(self) -> int:
+        """Rows that counting engines have decoded, those that were lost with their process included."""
+        return sum(path.stat().st_size for path in (self.root / fake_engine.DECODED).iterdir())
 
     def rows(self) -> pa.Table:
         """The whole output, in the order of the files."""

@@ -147,6 +147,9 @@ def test_the_same_command_resumes_and_what_may_change_may_change(folder: JobFold
     assert [name for name in first if second[name] != first[name]] == ["train-0000002.parquet"]  # it had four rows
     assert folder.summary()["rows"]["failed_by_kind"] == {"nan_logits": 2}
     assert [session["rows"] for session in folder.summary()["sessions"]] == [20, 24]
+    workers = folder.summary()["workers"]
+    assert sum(worker["rows"] for worker in workers.values()) == 40
+    assert sum(worker["output_tokens"] for worker in workers.values()) == folder.summary()["output_tokens"]
 
     assert folder.run(prompts, engine="cured", limit=40, shard_rows=8, retry_failed=True) == 0
     third = {path.name: path.read_bytes() for path in folder.parts}
@@ -199,9 +202,12 @@ def test_the_rows_are_pushed_at_the_end_and_a_failed_push_keeps_them(
     assert folder.run(prompts, push_to_hub="a/b", hub_public=True) == 0
     assert "Pushed to https://hub/a/b" in capsys.readouterr().out
     assert pushed == [("a/b", False, True, 3), ("a/b", True, True, 3)]
-    # Sessions that decode nothing leave the speed and the workers of the one that did.
+    # Sessions that decode nothing leave the speed of the one that did; its workers are told by the parts.
     last = folder.summary()
-    assert last["workers"]
-    assert {name: last[name] for name in ("workers", "tokens_per_second", "history")} == {
-        name: first[name] for name in ("workers", "tokens_per_second", "history")
+    assert {name: last[name] for name in ("tokens_per_second", "history")} == {
+        name: first[name] for name in ("tokens_per_second", "history")
     }
+    assert [(name, worker["rows"]) for name, worker in last["workers"].items()] == [("worker-0", 20)]
+    times = [run["workers"]["worker-0"]["busy_seconds"] for run in (first, last)]
+    assert times[1] == pytest.approx(times[0], abs=0.05)
+    assert [session["workers"] for session in last["sessions"]] == [1, 0, 0]

@@ -4,70 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from cluster.driver import check_job
 from cluster.errors import UserError
 from tests.cluster.fake_engine import POISON
-from tests.cluster.jobs import JobFolder, expected, keys
+from tests.cluster.jobs import JobFolder
+from tests.cluster.processes import (
+    assert_undisturbed,
+    rows_finished,
+    start_driver,
+    wait_for_parts,
+    when,
+    worker_pids,
+)
 
 pytestmark = pytest.mark.usefixtures("local_ray")
-
-
-def worker_pids() -> list[int]:
-    """Processes of decoding workers that descend from this one: its Ray's, and no other job's."""
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            stat = (folder / "stat").read_text()
-            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
-    return sorted(pid for pid in parents if is_ours(pid, parents) and is_worker(pid))
-
-
-def is_ours(pid: int, parents: dict[int, int]) -> bool:
-    while pid in parents and pid != os.getpid():
-        pid = parents[pid]
-    return pid == os.getpid()
-
-
-def is_worker(pid: int) -> bool:
-    """Ray names a process after its actor or the call that it runs."""
-    with contextlib.suppress(OSError):
-        return re.match(rb"ray::(WorkerActor|worker-|shard )", Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
-    return False
-
-
-def when(condition: Callable[[], bool], action: Callable[[], None], timeout_s: float = 60.0) -> threading.Thread:
-    """Do something to the job as soon as a condition holds."""
-
-    def watch() -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        action()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
-
-
-def assert_undisturbed(folder: JobFolder, count: int, bad: tuple[int, ...] = ()) -> None:
-    """Every row once and in order, each as the engine decodes it; ``bad`` ones are errors."""
-    table = folder.rows()
-    assert keys(table) == [(row, 0) for row in range(count)]
-    for line in table.to_pylist():
-        if line["row_id"] in bad:
-            assert line["finish_reason"] == "error"
-        else:
-            assert line.items() >= expected(line["row_id"]).items()
 
 
 def kill_one(number: int) -> None:
@@ -111,7 +74,7 @@ def test_a_stopped_worker_is_replaced(folder: JobFolder) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of half a megabyte."""
+    """A disk of a quarter of a megabyte."""
     mount = tmp_path / "small"
     mount.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(mount)], capture_output=True)
@@ -140,5 +103,117 @@ def test_a_full_disk_is_a_sentence_and_room_is_all_it_takes(folder: JobFolder, s
 def test_a_read_only_output_is_a_sentence(folder: JobFolder, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     folder.output = small_disk / "out"
-    with pytest.raises(UserError, match=r"cannot be written: the file system is read-only\."):
+    with pytest.raises(UserError, match=r"cannot be written: the file system is read-only\.") as caught:
         folder.run(folder.write_prompts(10))
+    assert caught.value.exit_code == 2
+
+
+def test_an_output_that_becomes_read_only_loses_nothing(folder: JobFolder, small_disk: Path, local_ray: str) -> None:
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    folder.output = small_disk / "out"
+    prompts = folder.write_prompts(200)
+    # A process of its own: it cannot give its lease back, which is free only once it is dead.
+    driver = start_driver(folder, local_ray, prompts)
+    wait_for_parts(folder, 3, driver)
+    while subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True).returncode:
+        time.sleep(0.01)  # busy while a file is open for writing
+    out, err = driver.communicate(timeout=60)
+    assert driver.returncode == 1, (out, err)
+    assert "cannot be written: the file system is read-only. Missing shards: " in err
+    assert len(err.strip().splitlines()) == 1
+    before = {path: path.read_bytes() for path in folder.parts}
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    assert folder.run(prompts, shard_rows=10) == 0
+    assert_undisturbed(folder, 200)
+    assert all(path.read_bytes() == data for path, data in before.items())
+    assert not folder.leftovers
+
+
+@pytest.mark.timeout(900)  # it ends in half a minute; a machine that does other work as well takes longer
+def test_twenty_kills_at_random_moments_in_one_run_change_nothing(folder: JobFolder) -> None:
+    chance = random.Random(20)
+    killed: list[int] = []
+
+    def kill_when_it_works(done: threading.Event) -> None:
+        while len(killed) < 20 and not done.is_set():
+            # A worker that never finished a row is the other test's matter: three such deaths set its place aside.
+            working = [pid for pid in worker_pids() if pid not in killed and rows_finished(pid)]
+            if working:
+                time.sleep(chance.uniform(0, 1.0))
+                killed.append(chance.choice(working))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(killed[-1], signal.SIGKILL)
+            time.sleep(0.02)
+
+    done = threading.Event()
+    killer = threading.Thread(target=kill_when_it_works, args=(done,))
+    killer.start()
+    try:
+        assert folder.run(folder.write_prompts(4000), engine="counting", shard_rows=10, workers=2) == 0
+    finally:
+        done.set()
+        killer.join()
+    assert len(killed) == 20
+    assert_undisturbed(folder, 4000)
+    assert folder.summary()["rows"]["failed"] == 0
+    assert folder.decoded - 4000 <= 20 * 4 * 10  # four open shards a worker
+    assert not folder.leftovers
+    print(f"20 kills, {folder.decoded - 4000} of 4000 rows decoded again")
+
+
+def test_workers_that_run_out_of_memory_decode_fewer_rows_at_a_time(
+    folder: JobFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert folder.run(folder.write_prompts(40), engine="hungry", shard_rows=10, batch_size=8) == 0
+    assert "worker-0 ran out of memory and now decodes 2 rows at a time." in capsys.readouterr().out
+    assert_undisturbed(folder, 40)
+
+
+def test_places_that_never_finish_a_row_end_the_job_without_error_rows(folder: JobFolder) -> None:
+    with pytest.raises(UserError, match=r"no worker is left that works: .* Missing shards: 0-3\.") as caught:
+        folder.run(folder.write_prompts(40), engine="broken_gpus", shard_rows=10)
+    assert caught.value.exit_code == 1
+    assert not folder.parts
+    assert folder.run(folder.write_prompts(40), shard_rows=10) == 0
+    assert_undisturbed(folder, 40)
+
+
+def test_a_damaged_part_is_made_again_and_a_foreign_one_refused(
+    folder: JobFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = folder.write_prompts(40)
+    assert folder.run(prompts, shard_rows=10) == 0
+    whole = folder.parts[1].read_bytes()
+    folder.parts[1].write_bytes(whole[: len(whole) // 2])
+    others = {path: path.stat().st_mtime_ns for path in folder.parts if path != folder.parts[1]}
+    assert folder.run(prompts, shard_rows=10) == 0
+    assert "Run again: data/train-0000001.parquet is not a whole Parquet file" in capsys.readouterr().out
+    assert_undisturbed(folder, 40)
+    assert all(path.stat().st_mtime_ns == before for path, before in others.items())
+
+    other = JobFolder(folder.root / "other")
+    assert other.run(prompts, shard_rows=10, seed=1) == 0
+    shutil.copy(other.parts[2], folder.parts[2])
+    before = {path: path.read_bytes() for path in folder.parts}
+    with pytest.raises(UserError, match=r"train-0000002\.parquet was written by another run") as caught:
+        folder.run(prompts, shard_rows=10)
+    assert caught.value.exit_code == 2
+    assert {path: path.read_bytes() for path in folder.parts} == before
+
+
+@pytest.mark.parametrize("place", ["file", "file/out", "sealed/out"])
+def test_a_place_that_can_be_no_output_is_a_mistake_of_the_command(folder: JobFolder, place: str) -> None:
+    (folder.root / "file").write_text("mine")
+    (folder.root / "sealed").mkdir(mode=0o555)
+    prompts = folder.write_prompts(10)
+    folder.output = folder.root / place
+    if place.startswith("sealed") and os.access(folder.root / "sealed", os.W_OK):
+        pytest.skip("root may write anywhere")
+    for act in (folder.run, lambda prompts: check_job(folder.config(prompts))):
+        with pytest.raises(
+            UserError, match=rf"^{re.escape(str(folder.output))}\S* cannot be (read|written): "
+        ) as caught:
+            act(prompts)
+        assert caught.value.exit_code == 2
+    assert (folder.root / "file").read_text() == "mine"
+    assert not os.listdir(folder.root / "sealed")

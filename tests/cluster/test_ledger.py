@@ -70,6 +70,37 @@ def test_deaths_from_outside_blame_no_row() -> None:
     assert not taken(book, "a").blamed
 
 
+def test_deaths_of_rows_that_later_finish_alone_make_it_harder_to_blame_one() -> None:
+    book = ledger(1)
+    first, second, other = RowKey(0, 0), RowKey(1, 0), RowKey(2, 0)
+    taken(book, "a")
+    book.lost("a", [first], proven=True)  # the last one in the engine, by chance
+    taken(book, "b")
+    book.lost("b", [second, other], proven=True)  # by then the first has finished alone
+    for death in range(3):
+        assert taken(book, "c").alone, death
+        book.lost("c", [second], proven=True, cause="died {times}")
+    assert taken(book, "d").blamed == {second: ("worker_died", "died 3 times")}
+
+
+def test_a_row_needs_more_deaths_alone_where_other_workers_die_as_well() -> None:
+    book = ledger(9)
+    bad = RowKey(0, 0)
+    taken(book, "a")
+    book.lost("a", [bad, RowKey(1, 0)])
+    for death in range(1, 6):
+        while bad not in (work := taken(book, "b")).alone:
+            book.done(work.index)
+        assert not work.blamed, death
+        if death < 5:
+            other = taken(book, "c")
+            book.lost("c", [RowKey(other.first_row, 0), RowKey(other.first_row + 1, 0)])  # somebody kills processes
+        book.lost("b", [bad], proven=True, cause="died {times}")
+    while (work := taken(book, "b")).index:
+        book.done(work.index)
+    assert work.blamed == {bad: ("worker_died", "died 5 times")}
+
+
 def test_the_row_that_died_alone_goes_last() -> None:
     book = ledger(1)
     taken(book, "a")

@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster.jobs import JobFolder, expected, keys
-
-ROOT = Path(__file__).resolve().parents[2]
-DRIVER = """
-import json, sys
-from cluster.config import JobConfig
-from cluster.driver import run_job
-from cluster.errors import UserError
-engine, settings = sys.argv[1], json.loads(sys.argv[2])
-try:
-    sys.exit(run_job(JobConfig(**settings), engine_factory="tests.cluster.fake_engine:" + engine))
-except UserError as error:
-    print("error:", error, file=sys.stderr)
-    sys.exit(error.exit_code)
-"""
+from tests.cluster.processes import ROOT, descendants, start_driver, wait_for_parts
 
 
 @pytest.fixture
 def start(folder: JobFolder, local_ray: str) -> Callable[..., subprocess.Popen[str]]:
-    """Start a driver of its own on the tests' Ray."""
-
-    def start(prompts: str, engine: str = "slow", **settings: Any) -> subprocess.Popen[str]:
-        config = folder.config(prompts, shard_rows=10, ray_address=local_ray, **settings)
-        values = json.dumps({name: getattr(config, name) for name in vars(config)})
-        command = [sys.executable, "-c", DRIVER, engine, values]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    return start
-
-
-def wait_for_parts(folder: JobFolder, count: int, driver: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while len(folder.parts) < count:
-        assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    return partial(start_driver, folder, local_ray)
 
 
 def test_interrupted_killed_and_resumed_gives_what_an_undisturbed_run_gives(
@@ -97,3 +67,24 @@ def test_a_second_driver_on_the_same_output_refuses(
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=10)
     assert first.returncode == 130
+
+
+@pytest.mark.usefixtures("ray_home")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_ray_starts_is_a_sentence_and_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    """Ray has a handler of its own in place then, which exits with 15 and says nothing."""
+    command = [sys.executable, "jobs/generate.py", "--output", str(tmp_path / "out"), "--workers", "1"]
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not descendants(driver.pid):  # Ray's first process: ray.init is under way
+        assert driver.poll() is None, driver.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    sent = time.monotonic()
+    driver.send_signal(number)
+    assert driver.wait(10) == code
+    assert time.monotonic() - sent < 2.5
+    out, err = driver.communicate(timeout=30)
+    assert out == f"Stopped by {signal.Signals(number).name}; the same command goes on from here.\n"
+    assert err == ""
+    assert not (tmp_path / "out").exists()

@@ -92,7 +92,14 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path, folder: str, reason: st
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match=f"out/x cannot be written: {reason}|file/x cannot be written: ") as caught:
         Store(str(tmp_path / folder)).write("x", b"data")
-    assert caught.value.exit_code == 1
+    assert caught.value.is_mistake
+    with pytest.raises(StorageError, match=r"cannot be written: a (part of the path|file is in the way)"):
+        Store(str(tmp_path / folder)).require_writable()
+
+
+def test_a_folder_that_is_not_there_yet_is_fit_for_output(tmp_path: Path) -> None:
+    Store(str(tmp_path / "new" / "out")).require_writable()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_log_gets_plain_lines_and_a_terminal_a_bar() -> None:
     assert "worker-1 is gone" in terminal.getvalue()
 
 
-def record(index: int, worker: str, tokens: int, seconds: float, failed: int = 0) -> ShardRecord:
+def record(index: int, worker: str, tokens: int, seconds: float, failed: int = 0, busy_s: float = 0.0) -> ShardRecord:
     stats = DecodeStats(
         output_tokens=tokens, denoise_forwards=tokens // 4, drafts_proposed=100, drafts_accepted=60,
         proposed_by_depth=[60, 40], accepted_by_depth=[45, 15], draft_rows=[10], folded_qkv=[[8], [4]],
@@ -94,13 +94,13 @@ def record(index: int, worker: str, tokens: int, seconds: float, failed: int = 0
     return ShardRecord(
         index, index * 10, 10, 1, "digest", "id", failed={"too_long": failed} if failed else {},
         finished={"stop": 10 - failed, "error": failed}, stats=stats, worker=worker, started=100.0,
-        ended=100.0 + seconds, slowest_row=index, slowest_row_s=seconds,
+        ended=100.0 + seconds, slowest_row=index, slowest_row_s=seconds, busy_s=busy_s, idle_s=busy_s / 4,
     )  # fmt: skip
 
 
 def test_the_summary_adds_up_and_keeps_sessions_apart() -> None:
     tally = Tally()
-    tally.add(record(0, "worker-0", 400, 1.0, failed=1), fresh=False)
+    tally.add(record(0, "worker-0", 400, 1.0, failed=1, busy_s=12.0), fresh=False)
     tally.add(record(1, "worker-0", 400, 2.0), fresh=True)
     tally.add(record(2, "worker-1", 200, 3.0), fresh=True)
     tally.observe("worker-0", WorkerState(output_tokens=400, busy_s=4.0, idle_s=1.0))
@@ -116,7 +116,10 @@ def test_the_summary_adds_up_and_keeps_sessions_apart() -> None:
     assert values["fold_rate_by_layer"] == [0.7, 0.3]
     assert values["fold_rate"] == 0.5
     assert values["workers"]["worker-1"]["idle_seconds"] == 3.0
-    assert values["workers"]["worker-0"]["rows"] == 10
+    assert values["session"] == {"rows": 20, "output_tokens": 600, "seconds": 10.0, "workers": 2}
+    first = values["workers"]["worker-0"]  # of all sessions
+    assert (first["rows"], first["shards"], first["failed"], first["output_tokens"]) == (20, 2, 1, 800)
+    assert (first["busy_seconds"], first["idle_seconds"], first["tokens_per_second"]) == (16.0, 4.0, 50.0)
     assert [line["shard"] for line in values["slowest_shards"]] == [2, 1, 0]
 
     shown = io.StringIO()

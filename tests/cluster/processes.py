@@ -1,0 +1,113 @@
+"""Drivers and workers as processes: started, found among this test's descendants, watched, and hit by signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.jobs import JobFolder, expected, keys
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = """
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the driver has handlers: no traceback of an import
+from cluster.config import JobConfig
+from cluster.driver import leave, run_job
+from cluster.errors import UserError
+engine, settings = sys.argv[1], json.loads(sys.argv[2])
+try:
+    leave(run_job(JobConfig(**settings), engine_factory="tests.cluster.fake_engine:" + engine))
+except UserError as error:
+    print("error:", error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def start_driver(
+    folder: JobFolder, address: str, prompts: str, engine: str = "slow", **settings: Any
+) -> subprocess.Popen[str]:
+    """Start a driver of its own on the Ray at ``address``."""
+    config = folder.config(prompts, **({"shard_rows": 10, "ray_address": address} | settings))
+    values = json.dumps({name: getattr(config, name) for name in vars(config)})
+    command = [sys.executable, "-c", DRIVER, engine, values]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_parts(folder: JobFolder, count: int, driver: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while len(folder.parts) < count:
+        assert driver.poll() is None, driver.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def worker_pids() -> list[int]:
+    """Processes of decoding workers that descend from this one: its Ray's, and no other job's."""
+    return [pid for pid in descendants(os.getpid()) if is_worker(pid)]
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Processes below another, in order."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            stat = (folder / "stat").read_text()
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+
+    def is_below(pid: int) -> bool:
+        while pid in parents and pid != ancestor:
+            pid = parents[pid]
+        return pid == ancestor
+
+    return sorted(pid for pid in parents if pid != ancestor and is_below(pid))
+
+
+def is_worker(pid: int) -> bool:
+    """Ray names a process after its actor or the call that it runs."""
+    with contextlib.suppress(OSError):
+        return re.match(rb"ray::(WorkerActor|worker-|shard )", Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
+    return False
+
+
+def when(condition: Callable[[], bool], action: Callable[[], None], timeout_s: float = 60.0) -> threading.Thread:
+    """Do something to the job as soon as a condition holds."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        action()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def rows_finished(pid: int) -> int:
+    """Rows that a worker's process has finished, by its flight recorder; 0 while it loads and once it is gone."""
+    with contextlib.suppress(OSError, struct.error):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if line.endswith(".rows"):
+                return int(struct.unpack("<q", Path(line.split(maxsplit=5)[5]).read_bytes()[:8])[0])
+    return 0
+
+
+def assert_undisturbed(folder: JobFolder, count: int, bad: tuple[int, ...] = ()) -> None:
+    """Every row once and in order, each as the engine decodes it; ``bad`` ones are errors."""
+    table = folder.rows()
+    assert keys(table) == [(row, 0) for row in range(count)]
+    for line in table.to_pylist():
+        if line["row_id"] in bad:
+            assert line["finish_reason"] == "error"
+        else:
+            assert line.items() >= expected(line["row_id"]).items()
