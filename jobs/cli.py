@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ import yaml
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Dict
 
-from cluster.config import BUNDLED_PROMPTS, JobConfig
+from cluster.config import BUNDLED_PROMPTS, JobConfig, flag_fields
 from cluster.errors import UserError
 
 HELP = """Generate outputs for a file of prompts, on this machine or on a Ray cluster.
@@ -119,7 +119,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise UserError(f"--config {file} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise UserError(f"--config {file} must hold flags as keys, one a line, such as delta: 0.1.")
-    flags = [field.name.replace("_", "-") for field in fields(JobConfig) if not _is_hidden(field.name)]
+    flags = [field.name.replace("_", "-") for field in flag_fields()]
     settings: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).removeprefix("--").replace("_", "-")
@@ -141,10 +141,6 @@ def _setting(file: Path, name: str, value: Any) -> Any:
     if isinstance(value, dict) or (isinstance(value, list) and name not in ("stop", "stop-token-ids")):
         raise UserError(f"--config {file}: {name} must be a single value, not {value!r}.")
     return value
-
-
-def _is_hidden(name: str) -> bool:
-    return name in ("chat_template_text", "draft_graph_text", "ray_address", "submitted")
 
 
 def _one_line(error: CycloptsError) -> str:

@@ -11,11 +11,13 @@ import ray
 from rich.console import Console
 
 from cluster.config import JobConfig, default_shard_rows
-from cluster.driver.audit import Audit, describe_audit
+from cluster.driver.audit import Audit
 from cluster.driver.check import check_rows, rows_to_check
 from cluster.driver.dispatch import Dispatcher
 from cluster.driver.events import Event, Wake
 from cluster.driver.feed import InputFeed
+from cluster.driver.findings import findings
+from cluster.driver.footprint import measure_model
 from cluster.driver.host import Admission, JobHost, SummaryFile
 from cluster.driver.ledger import Ledger
 from cluster.driver.pool import RayPool
@@ -36,6 +38,8 @@ from cluster.output.rundir import RunDir, RunFile, describe_run
 from cluster.output.sink import DATA, QUARANTINE
 from cluster.output.storage import StorageError, Store
 from cluster.output.summary import SHARDS, Tally, summary_table
+from cluster.output.told import describe_audit
+from cluster.words import count, verb
 
 SMALL_INPUT_ROWS = 2_000
 EXIT_MISSING, EXIT_CONFIG, EXIT_FAILED = 1, 2, 3
@@ -72,9 +76,9 @@ class Job:
         existing = self._open_rundir()
         config, admission, schema = self._settle(existing)
         left = self._survey(existing, config)
-        self._check_rows(config, schema)
+        preflight = self._check_rows(config, schema)
         total = None if self._num_rows is None else self._num_rows * config.num_samples
-        summary = SummaryFile(self._store, self._tally, total, self._view.say)
+        summary = SummaryFile(self._store, self._tally, total, self._view.say, preflight)
         host = JobHost(admission, self._tally, self._view, summary, total, self._check_alive)
         try:
             self._decode(config, schema, left, host, summary)
@@ -128,11 +132,14 @@ class Job:
         for message in found.broken.values():
             self._view.say(f"Run again: {message}")
         if found.done:
-            self._view.say(f"Resuming: {len(found.done):,} parts with {self._tally.rows:,} rows are there.")
+            self._view.say(
+                f"Resuming: {count(len(found.done), 'part')} with {count(self._tally.rows, 'row')} "
+                f"{verb(len(found.done), 'is', 'are')} there."
+            )
         return found
 
-    def _check_rows(self, config: JobConfig, schema: Any) -> None:
-        """Find bad input before any GPU time is spent on it."""
+    def _check_rows(self, config: JobConfig, schema: Any) -> dict[str, Any]:
+        """Find bad input before any GPU time is spent on it; what there is to tell of it."""
         rows = rows_to_check(self._num_rows)
         rows = config.limit if rows is None else min(rows, config.limit or rows)
         run = self._helpers("check rows")
@@ -142,6 +149,9 @@ class Job:
             self._view.say(line)
         if found.rows == found.num_failed and found.rows == (self._num_rows or found.rows):
             raise UserError(f"no row can be decoded: {found.first_problem()}")
+        # By a helper where those check the rows: that node has the model already.
+        [footprint] = self._helpers("check model")(partial(measure_model, config), [self._model])
+        return findings(found, config, self._num_rows, footprint)
 
     def _decode(self, config: JobConfig, schema: Any, left: Survey, host: JobHost, summary: SummaryFile) -> None:
         if self._num_shards is not None and len(left.done) >= self._num_shards and not config.audit:
@@ -176,7 +186,7 @@ class Job:
         summary.audit = audit.to_dict()
         if not audit.counts:
             return
-        self._view.say(f"Auditing {audit.wanted:,} rows with --mode {audit.mode}.")
+        self._view.say(f"Auditing {count(audit.wanted, 'row')} with --mode {audit.mode}.")
         audit.run(self._source.shards(config.shard_rows or 1, config.limit), dispatcher.go_on, self._wake)
         self._check_alive()
         summary.audit = audit.to_dict()
@@ -198,6 +208,10 @@ class Job:
         if self._tally.quarantined:
             place = self._store.path(QUARANTINE)
             self._console.print(f"Quarantine: {place}", markup=False, highlight=False, soft_wrap=True)
+        if self._tally.rows and self._tally.quarantined == self._tally.rows:
+            self._view.say(
+                "Every row is in quarantine: data/ holds none, which `datasets` reads only with streaming=True."
+            )
         if failed:
             self._view.say(
                 f"{self._tally.num_failed:,} of {self._tally.rows:,} rows have failed, more than --max-failed "

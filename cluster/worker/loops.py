@@ -1,4 +1,4 @@
-"""Loops in an output: tokens or passages over and over, sentences that repeat but for numbers that count, one character.
+"""Loops in an output: tokens or passages over and over, also where only numbers in them count, and one character.
 
 Thresholds were set so that texts written by people are not called loops; ``docs/log.md`` has the measurements. Each
 search begins with a count of repeated 4-grams, which costs a few microseconds and rules out nearly every good output.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,8 @@ _UNIT = re.compile(r"[0-9]+|[^\W\d_]+|[^\w\s]|[_\n]")
 _DIGITS = 15
 """Of a number, so that it fits in 64 bits."""
 
-Bools = Ints = np.ndarray[Any, Any]
+Bools: TypeAlias = np.ndarray[Any, Any]
+Ints: TypeAlias = np.ndarray[Any, Any]
 
 
 def has_loop(ids: Sequence[int]) -> bool:

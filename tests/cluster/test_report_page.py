@@ -16,6 +16,7 @@ import pytest
 
 from cluster.output.report import Report
 from tests.cluster.finished_runs import FinishedRun
+from tests.cluster.test_report import AUDIT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -62,7 +63,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for index in range(3):
         texts = {index * 8 + i: text for i, text in enumerate(HOSTILE[index * 3 :][:8])}
         bad.add_part(index, texts, {index * 8 + 2: (HOSTILE[3], HOSTILE[index])}, column=HOSTILE[index])
-    Report(bad.store, bad.tally).write(bad.summary(flags={HOSTILE[8]: 3}, audit={HOSTILE[0]: HOSTILE[1]}))
+    Report(bad.store, bad.tally).write(bad.summary(flags={HOSTILE[8]: 3}, audit=AUDIT | {"error": HOSTILE[1]}))
     naked = root / "naked.html"
     naked.write_text((root / "bad/report.html").read_text().replace(POLICY, "x-none"))
     return {"good": root / "good/report.html", "bad": root / "bad/report.html", "naked": naked}

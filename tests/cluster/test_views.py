@@ -94,7 +94,7 @@ def record(index: int, worker: str, tokens: int, seconds: float, failed: int = 0
     return ShardRecord(
         index, index * 10, 10, 1, "digest", "id", failed={"too_long": failed} if failed else {},
         finished={"stop": 10 - failed, "error": failed}, stats=stats, worker=worker, started=100.0,
-        ended=100.0 + seconds, slowest_row=index, slowest_row_s=seconds,
+        ended=100.0 + seconds, slowest=[[index, 0, seconds]],
     )  # fmt: skip
 
 
@@ -146,8 +146,8 @@ def test_the_check_counts_by_kind_and_warns_of_repeats(folder: JobFolder) -> Non
     assert lines[0] == "30 rows checked, 3 cannot be decoded."
     assert lines[1].startswith("  invalid_json: 2 rows, first row 4: ")
     assert found.warnings == [
-        "Warning: 1 rows repeat the id of an earlier row; all are run.",
-        "Warning: 1 rows repeat the prompt of an earlier row; all are run.",
+        "Warning: 1 row repeats the id of an earlier row; all are run.",
+        "Warning: 1 row repeats the prompt of an earlier row; all are run.",
     ]
     assert found.first_problem().startswith("row 4: ")
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
-from cluster.config import JobConfig
-from jobs.cli import _is_hidden
+from cluster.config import flag_fields
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
 
 def test_every_flag_is_in_the_table() -> None:
     rows = dict(re.findall(r"^\| `--([a-z-]+)` \| (.*?) \|", README, flags=re.MULTILINE))
-    flags = {f.name.replace("_", "-"): f.default for f in fields(JobConfig) if not _is_hidden(f.name)}
+    flags = {f.name.replace("_", "-"): f.default for f in flag_fields()}
     assert set(rows) == set(flags) | {"config"}
     for name, default in flags.items():
         if isinstance(default, int | float) and not isinstance(default, bool):
@@ -27,5 +25,5 @@ def test_the_two_commands_open_the_readme() -> None:
 
 
 def test_no_flag_is_mentioned_that_does_not_exist() -> None:
-    flags = {f"--{f.name.replace('_', '-')}" for f in fields(JobConfig)} | {"--config", "--working-dir"}
+    flags = {f"--{f.name.replace('_', '-')}" for f in flag_fields()} | {"--config", "--working-dir"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= flags
