@@ -96,7 +96,7 @@ def open_run(path: str) -> Run:
     """The run in a folder. ``UserError`` in one sentence if there is none, or if its parts are damaged."""
     store = Store(path)
     if not store.exists(RUN):
-        raise UserError(f"{path} is not the output of a run: it has no {RUN}.")
+        raise UserError(f"{path or store.url} is not the output of a run: it has no {RUN}.")
     try:
         rundir = RunDir(store)
         file = rundir.read()

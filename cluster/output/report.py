@@ -106,9 +106,9 @@ class Report:
 def rebuild(store: Store) -> None:
     """Make the page anew from what is in the folder, also of a run that was killed. ``UserError`` if it is no run's."""
     rundir = RunDir(store)
-    run = rundir.read()
+    run = rundir.read() if store.exists(RUN) else None
     if run is None:
-        raise UserError(f"{store.url} holds no run.")
+        raise UserError(f"{store.url} is not the output of a run: it has no {RUN}.")
     tally = Tally()
     for record in whole_records(rundir, run.hash):
         tally.add(record, fresh=False)

@@ -55,7 +55,7 @@ def charts(summary: dict[str, Any], lines: list[ShardLine], max_new_tokens: int)
             ("tokens per forward", "parts"), forwards, 0.1,
         ),
         _length_chart(
-            "prompts", "Prompt lengths", "Input rows by the tokens of their prompt, as the check before decoding saw.",
+            "prompts", "Prompt lengths", "Input rows by the tokens of their prompt, as checked before decoding.",
             prompts.get("bins", {}),
         ),
         _length_chart(

@@ -69,7 +69,7 @@ def test_an_input_that_has_changed_is_told_before_the_job(
     lines[9] = json.dumps({"prompt_token_ids": [6, 6], "id": "row-9", "n": 9})
     changed = tmp_path / "changed.jsonl"
     changed.write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match="train-0000001.parquet was made from other input rows"):
+    with pytest.raises(UserError, match=r"train-0000001\.parquet was made from other input rows"):
         check_job(killed.config(str(changed)))
     with pytest.raises(UserError, match="max_new_tokens: 256 in the run, 9 now"):
         check(killed, capsys, max_new_tokens=9)

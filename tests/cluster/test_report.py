@@ -24,7 +24,7 @@ from cluster.output.summary import Tally
 from jobs.report import main
 from specfold import DecodeStats
 from tests.cluster.fake_engine import BLANK, LOOP, NAN
-from tests.cluster.finished_runs import START, FinishedRun
+from tests.cluster.finished_runs import PREFLIGHT, START, FinishedRun
 from tests.cluster.jobs import JobFolder, prompt_ids
 
 PAYLOADS = [
@@ -58,6 +58,7 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        self.text += " " * (tag in ("th", "td"))  # cells stand apart
         self.attributes += attrs
 
     def handle_data(self, data: str) -> None:
@@ -135,12 +136,16 @@ def test_hostile_text_stays_text_wherever_it_comes_from(tmp_path: Path) -> None:
     texts = dict(enumerate(PAYLOADS))
     run.add_part(0, texts, {7: (PAYLOADS[3], PAYLOADS[4])}, column=PAYLOADS[2])
     run.add_part(1, {8 + i: text for i, text in texts.items()}, {})
-    shown = page(run, flags={PAYLOADS[0]: 1}, missing_shards=PAYLOADS[1], audit=AUDIT | {"error": PAYLOADS[3]})
+    first = {PAYLOADS[6]: {"row_id": 0, "error": PAYLOADS[5]}}
+    shown = page(
+        run, flags={PAYLOADS[0]: 1}, missing_shards=PAYLOADS[1], audit=AUDIT | {"error": PAYLOADS[3]},
+        preflight=PREFLIGHT | {"failed_by_kind": {PAYLOADS[6]: 1}, "first_failed": first},
+    )  # fmt: skip
     assert not shown.tags & {"script", "img", "iframe", "object", "embed", "form", "base"}
     assert not [name for name, _ in shown.attributes if name.startswith("on") or name in ("srcdoc", "autofocus")]
     links = [value or "" for name, value in shown.attributes if name in ("href", "src", "action", "xlink:href")]
     assert all(link.startswith("#") or link == "data:," for link in links)
-    for payload in (PAYLOADS[0], PAYLOADS[1], PAYLOADS[3], PAYLOADS[4]):
+    for payload in (PAYLOADS[0], PAYLOADS[1], *PAYLOADS[3:7]):
         assert payload in shown.text
     assert "http" not in "".join(value or "" for name, value in shown.attributes if name != "http-equiv")
 
@@ -154,7 +159,7 @@ def test_text_that_misleads_the_eye_is_made_visible() -> None:
 def test_a_run_without_any_part_has_a_page(finished: FinishedRun, state: str) -> None:
     shown = page(finished, state=state, history=[], exit_code=None).text
     assert "No output yet." in shown
-    assert shown.count("Nothing to count yet.") == 5
+    assert shown.count("Nothing to count yet.") == 4
 
 
 def test_a_killed_run_gets_its_page_from_the_parts(finished: FinishedRun) -> None:
@@ -172,7 +177,7 @@ def test_a_killed_run_gets_its_page_from_the_parts(finished: FinishedRun) -> Non
 
 
 def test_only_a_run_gets_a_page(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not the output of a run"):
         rebuild(Store(str(tmp_path)))
 
 
@@ -183,11 +188,15 @@ def test_the_page_is_made_anew_by_a_command(
     finished.summary()
     assert main([finished.store.url]) == 0
     assert capsys.readouterr().out == f"{finished.store.url}/report.html\n"
-    for args, sentence in (([], "usage: "), ([str(tmp_path / "nothing")], "error: "), ([str(tmp_path)], "error: ")):
+    for args, sentence in (
+        ([], "usage: "), ([""], "usage: "), ([str(tmp_path / "nothing")], "error: "), ([str(tmp_path)], "error: "),
+        ([f"{finished.store.url}/data"], "error: "),
+    ):  # fmt: skip
         assert main(args) == 2
         err = capsys.readouterr().err
         assert err.startswith(sentence)
         assert len(err.splitlines()) == 1
+        assert "--output" not in err
 
 
 def test_the_page_of_a_huge_run_is_small(tmp_path: Path) -> None:
