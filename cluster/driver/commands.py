@@ -14,7 +14,8 @@ from cluster.config import JobConfig, default_shard_rows
 from cluster.driver.check import check_rows
 from cluster.driver.events import Event, Wake
 from cluster.driver.footprint import measure_model
-from cluster.driver.job import Job, choose_device, helpers, limited, worker_count
+from cluster.driver.job import Job, helpers, limited
+from cluster.driver.places import choose_device, worker_count
 from cluster.driver.preflight import JobPlan, earlier_run, full_report
 from cluster.driver.progress import open_view
 from cluster.driver.session import Interrupted, OutputKeeper, StopSignals, ray_session

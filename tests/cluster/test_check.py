@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cluster.driver import check_job
+from cluster.driver.check import check_rows
+from cluster.driver.session import ray_map, worker_environment
 from cluster.errors import UserError
+from cluster.input.schema import carried_schema
+from cluster.input.source import open_input
+from cluster.models import resolve_model
 from tests.cluster.fake_engine import NAN
 from tests.cluster.jobs import JobFolder
 
@@ -60,6 +66,18 @@ def test_a_folder_in_any_state_is_checked(killed: JobFolder, capsys: pytest.Capt
         assert f"for {24 if damage == 'a torn part' else 16} outputs" in check(killed, capsys)
     finally:
         file.write_bytes(whole)
+
+
+def test_helper_tasks_find_the_same_as_one_process(folder: JobFolder) -> None:
+    twins = dict.fromkeys((700, 4_321), json.dumps({"prompt": "5 6 7", "id": "a"}))
+    prompts = folder.write_prompts(4_500, twins | {9: "broken", 4_400: json.dumps({"prompt_token_ids": []})})
+    config = folder.config(prompts, chat_template="none")
+    source = open_input(config)
+    schema, model = carried_schema(source, config), resolve_model(config.model)
+    alone = check_rows(source, config, model, schema, None)
+    helped = check_rows(source, config, model, schema, None, partial(ray_map, "check rows", worker_environment()))
+    assert helped == alone
+    assert (helped.rows, helped.num_failed, helped.repeated_ids) == (4_500, 4, 1)
 
 
 def test_an_input_that_has_changed_is_told_before_the_job(

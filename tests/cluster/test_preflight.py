@@ -46,6 +46,15 @@ def test_lengths_budgets_and_stop_tokens_are_counted(folder: JobFolder) -> None:
     assert found.failed == {"mask_in_prompt": 1, "too_long": 1}
 
 
+def test_rows_that_the_template_rejects_are_counted(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(5, {1: json.dumps({"n": 1}), 2: json.dumps({"id": "x", "n": None})})
+    config = folder.config(prompts, prompt_template="{{ id.strip() }}", chat_template="none")
+    source = open_input(config)
+    found = check_rows(source, config, resolve_model(config.model), carried_schema(source, config), None)
+    assert found.failed["template_error"] == 1
+    assert "  template_error: 1 row, first row 1: The prompt template fails:" in "\n".join(found.report())
+
+
 def test_the_report_tells_output_memory_and_that_the_time_is_unknown(folder: JobFolder) -> None:
     found = RowCheck(rows=20, lengths=Counter({100: 15, 120: 5}), new_tokens=20 * 256)
     text = report(folder, found)

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from cluster.driver.check import RowCheck, check_rows, rows_to_check
-from cluster.driver.job import ranges, worker_count
+from cluster.driver.job import ranges
+from cluster.driver.places import worker_count
 from cluster.driver.progress import BarView, LineView, Pace, Snapshot, WarmUp, describe, open_view
 from cluster.input.schema import carried_schema
 from cluster.input.source import open_input
