@@ -8,14 +8,15 @@ It knows neither Ray nor the engine. The command line and YAML files are read in
 
 import hashlib
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from cyclopts import Group, Parameter, Token
+from cyclopts import Parameter
 
 from cluster.errors import UserError
+from cluster.flags import DECODING, HIDDEN, INPUT, MODEL, PROMPT, RUNNING, SAMPLING, Int, Text, as_flags, flag
 from specfold.config import ConfigError, DecodeConfig, FfnGate, Mode
 from specfold.reference_models import NAMES
 
@@ -30,153 +31,125 @@ STREAM_SHARD_ROWS = 1024
 _ENGINE = DecodeConfig()
 
 
-def _whole(hint: Any, tokens: tuple[Token, ...]) -> int:
-    """Read a whole number; the parser's own rule would round 1.5 to 2 without a word."""
-    try:
-        return int(tokens[0].value)
-    except ValueError:
-        raise ValueError(f"it must be a whole number, not {tokens[0].value!r}.") from None
-
-
-def _not_empty(hint: Any, tokens: tuple[Token, ...]) -> str:
-    """Refuse an empty text, which a shell makes of a variable that is not set: it must not pass for the default."""
-    if not tokens[0].value.strip():
-        raise ValueError("it must not be empty.")
-    return tokens[0].value
-
-
 def _default_output(value: str) -> str:
     return "runs/MODEL-MODE-HASH, hash of the settings"
-
-
-def _group(name: str, order: int) -> Group:
-    return Group(name, sort_key=order)
-
-
-_MODEL, _INPUT, _PROMPT = _group("Model", 1), _group("Input and output", 2), _group("Prompts", 3)
-_DECODING, _SAMPLING, _RUNNING = _group("Decoding", 4), _group("Sampling", 5), _group("Running", 6)
-
-Int = Annotated[int, Parameter(converter=_whole, negative=())]
-Text = Annotated[str, Parameter(converter=_not_empty)]
-Flag = Parameter(negative=())
-HIDDEN = Parameter(parse=False, show=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
     """Every flag of the main job, in snake case, and below them what only the command itself can know."""
 
-    model: Annotated[Text, Parameter(group=_MODEL)] = NAMES[0]
+    model: Annotated[Text, Parameter(group=MODEL)] = NAMES[0]
     """Local folder, hub id, or a bundled model (fast_dllm_v2, nemotron_labs_diffusion)."""
-    revision: Annotated[Text | None, Parameter(group=_MODEL)] = None
+    revision: Annotated[Text | None, Parameter(group=MODEL)] = None
     """Branch, tag or commit of a hub model; resolved to a commit once."""
-    mask_token_id: Annotated[Int | None, Parameter(group=_MODEL)] = None
+    mask_token_id: Annotated[Int | None, Parameter(group=MODEL)] = None
     """Mask token; from the checkpoint unless given."""
-    stop_token_ids: Annotated[tuple[Int, ...] | None, Parameter(group=_MODEL, negative=())] = None
+    stop_token_ids: Annotated[tuple[Int, ...] | None, Parameter(group=MODEL, negative=())] = None
     """Stop token; repeat for several. From the checkpoint unless given."""
-    backend: Annotated[Backend, Parameter(group=_MODEL)] = "auto"
+    backend: Annotated[Backend, Parameter(group=MODEL)] = "auto"
     """Implementation of the engine: auto is triton (fused kernels, CUDA graphs) on a GPU and torch on a CPU."""
-    dtype: Annotated[Dtype, Parameter(group=_MODEL)] = "auto"
+    dtype: Annotated[Dtype, Parameter(group=MODEL)] = "auto"
     """Arithmetic: auto is bfloat16 on a GPU and float32 on a CPU."""
-    device: Annotated[Device, Parameter(group=_MODEL)] = "auto"
+    device: Annotated[Device, Parameter(group=MODEL)] = "auto"
     """Where to decode: auto is the GPUs if the cluster has any."""
 
-    prompts: Annotated[Text, Parameter(group=_INPUT)] = BUNDLED_PROMPTS
+    prompts: Annotated[Text, Parameter(group=INPUT)] = BUNDLED_PROMPTS
     """JSONL, JSON, CSV, text or Parquet files, a folder of them, a saved Arrow dataset, or a hub dataset id (id:name
     for one of several configurations). Globs are sorted by name; remote URLs (s3://, gs://, https://) take credentials
     from the usual environment."""
-    split: Annotated[Text | None, Parameter(group=_INPUT)] = None
+    split: Annotated[Text | None, Parameter(group=INPUT)] = None
     """Split of a hub dataset or saved dataset; needed where there are several."""
-    limit: Annotated[Int | None, Parameter(group=_INPUT)] = None
+    limit: Annotated[Int | None, Parameter(group=INPUT)] = None
     """Only the first N input rows."""
-    output: Annotated[Text, Parameter(group=_INPUT, show_default=_default_output)] = ""
+    output: Annotated[Text, Parameter(group=INPUT, show_default=_default_output)] = ""
     """Folder or URL of the results; the same command on the same folder resumes."""
-    carry: Annotated[Text, Parameter(group=_INPUT)] = "all"
+    carry: Annotated[Text, Parameter(group=INPUT)] = "all"
     """Input columns copied to the output: all, none, or names (a,b). all leaves out the prompt itself; name it to keep
     it."""
-    input_prefix: Annotated[str, Parameter(group=_INPUT)] = ""
+    input_prefix: Annotated[str, Parameter(group=INPUT)] = ""
     """Put before the name of every carried column, so that none is named like an output column."""
-    overwrite: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    overwrite: Annotated[bool, Parameter(group=INPUT, negative=())] = False
     """Delete the results in the output folder and start anew."""
-    retry_failed: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    retry_failed: Annotated[bool, Parameter(group=INPUT, negative=())] = False
     """Decode failed rows again, except those whose input is at fault."""
-    check: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    check: Annotated[bool, Parameter(group=INPUT, negative=())] = False
     """Check every input row, the model's files and the output folder, print what a job would find and need, and decode
     nothing."""
-    push_to_hub: Annotated[Text | None, Parameter(group=_INPUT)] = None
+    push_to_hub: Annotated[Text | None, Parameter(group=INPUT)] = None
     """Hub dataset (owner/name) that the rows and the card are uploaded to at the end; made if it is not there. The
     token comes from the usual environment."""
-    hub_public: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    hub_public: Annotated[bool, Parameter(group=INPUT, negative=())] = False
     """Make a new hub dataset public; left out: private."""
 
-    prompt_column: Annotated[Text | None, Parameter(group=_PROMPT)] = None
+    prompt_column: Annotated[Text | None, Parameter(group=PROMPT)] = None
     """Column that holds the prompt; prompt unless given."""
-    prompt_template: Annotated[Text | None, Parameter(group=_PROMPT)] = None
+    prompt_template: Annotated[Text | None, Parameter(group=PROMPT)] = None
     """Jinja2 template over the row's columns that makes the prompt; an undefined name is an error of the row."""
-    system_prompt: Annotated[str | None, Parameter(group=_PROMPT)] = None
+    system_prompt: Annotated[str | None, Parameter(group=PROMPT)] = None
     """System message for rows that bring none."""
-    chat_template: Annotated[Text, Parameter(group=_PROMPT)] = "auto"
+    chat_template: Annotated[Text, Parameter(group=PROMPT)] = "auto"
     """auto: the model's; none: prompts go in raw; or a file with a Jinja2 chat template."""
 
-    mode: Annotated[Mode, Parameter(group=_DECODING)] = _ENGINE.mode
+    mode: Annotated[Mode, Parameter(group=DECODING)] = _ENGINE.mode
     """How to decode: vanilla is step by step, spiffy verifies drafts (same tokens), specfold folds them (fastest); ar
     and linear_spec exist for Nemotron-Labs-Diffusion only."""
-    delta: Annotated[float, Parameter(group=_DECODING)] = _ENGINE.delta
+    delta: Annotated[float, Parameter(group=DECODING)] = _ENGINE.delta
     """Largest relative change at which a draft position inherits from its parent; below 0 nothing folds."""
-    ffn_gate: Annotated[FfnGate, Parameter(group=_DECODING)] = _ENGINE.ffn_gate
+    ffn_gate: Annotated[FfnGate, Parameter(group=DECODING)] = _ENGINE.ffn_gate
     """own: test again before the FFN; entry: the paper's single test."""
-    drafts: Annotated[Int, Parameter(group=_DECODING)] = _ENGINE.drafts
+    drafts: Annotated[Int, Parameter(group=DECODING)] = _ENGINE.drafts
     """Draft branches verified beside the main one."""
-    draft_graph: Annotated[Text | None, Parameter(group=_DECODING)] = None
+    draft_graph: Annotated[Text | None, Parameter(group=DECODING)] = None
     """JSON file that replaces the default draft graph (python jobs/calibrate.py writes one), or auto: made from the
     job's own first rows before the first part, and kept in the output folder."""
-    draft_budget: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    draft_budget: Annotated[Int | None, Parameter(group=DECODING)] = None
     """Of the drafts verify only so many a step, the likeliest; left out: all."""
-    threshold: Annotated[float | None, Parameter(group=_DECODING)] = None
+    threshold: Annotated[float | None, Parameter(group=DECODING)] = None
     """Unmask every position at least this confident; left out: one token a step."""
-    small_block_size: Annotated[Int, Parameter(group=_DECODING)] = _ENGINE.small_block_size
+    small_block_size: Annotated[Int, Parameter(group=DECODING)] = _ENGINE.small_block_size
     """Sub-block of Fast-dLLM-v2."""
-    block_size: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    block_size: Annotated[Int | None, Parameter(group=DECODING)] = None
     """Block size; from the checkpoint unless given."""
-    causal_context: Annotated[bool, Parameter(group=_DECODING)] = True
+    causal_context: Annotated[bool, Parameter(group=DECODING)] = True
     """Nemotron-Labs-Diffusion: keys and values of finished blocks come from causal forwards."""
-    max_thinking_tokens: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    max_thinking_tokens: Annotated[Int | None, Parameter(group=DECODING)] = None
     """End the thinking part after this many tokens; needs --end-think-token-id."""
-    end_think_token_id: Annotated[Int | None, Parameter(group=_DECODING)] = None
+    end_think_token_id: Annotated[Int | None, Parameter(group=DECODING)] = None
     """Token that ends the thinking part."""
-    deterministic: Annotated[bool, Parameter(group=_DECODING)] = True
+    deterministic: Annotated[bool, Parameter(group=DECODING)] = True
     """Same tokens whatever the batch, the number of workers and what died."""
 
-    max_new_tokens: Annotated[Int, Parameter(group=_SAMPLING)] = _ENGINE.max_new_tokens
+    max_new_tokens: Annotated[Int, Parameter(group=SAMPLING)] = _ENGINE.max_new_tokens
     """At most this many new tokens, exactly."""
-    temperature: Annotated[float, Parameter(group=_SAMPLING)] = _ENGINE.temperature
+    temperature: Annotated[float, Parameter(group=SAMPLING)] = _ENGINE.temperature
     """0 is greedy."""
-    top_p: Annotated[float, Parameter(group=_SAMPLING)] = _ENGINE.top_p
+    top_p: Annotated[float, Parameter(group=SAMPLING)] = _ENGINE.top_p
     """Keep the likeliest tokens up to this share."""
-    top_k: Annotated[Int, Parameter(group=_SAMPLING)] = _ENGINE.top_k
+    top_k: Annotated[Int, Parameter(group=SAMPLING)] = _ENGINE.top_k
     """Keep this many of the likeliest tokens; 0 is off."""
-    num_samples: Annotated[Int, Parameter(group=_SAMPLING)] = 1
+    num_samples: Annotated[Int, Parameter(group=SAMPLING)] = 1
     """Outputs for each input row."""
-    seed: Annotated[Int, Parameter(group=_SAMPLING)] = _ENGINE.seed
+    seed: Annotated[Int, Parameter(group=SAMPLING)] = _ENGINE.seed
     """Seed of the sampling noise."""
-    stop: Annotated[tuple[str, ...], Parameter(group=_SAMPLING, negative=())] = ()
+    stop: Annotated[tuple[str, ...], Parameter(group=SAMPLING, negative=())] = ()
     """Text that ends an output; repeat for several."""
 
-    workers: Annotated[Int | None, Parameter(group=_RUNNING)] = None
+    workers: Annotated[Int | None, Parameter(group=RUNNING)] = None
     """Worker processes; left out: one for each GPU, or one for each core."""
-    gpus_per_worker: Annotated[float | None, Parameter(group=_RUNNING)] = None
+    gpus_per_worker: Annotated[float | None, Parameter(group=RUNNING)] = None
     """GPUs of one worker, a fraction to share one; left out: 1, or 0 on a CPU."""
-    batch_size: Annotated[Int, Parameter(group=_RUNNING)] = 8
+    batch_size: Annotated[Int, Parameter(group=RUNNING)] = 8
     """Rows decoded together by a worker."""
-    shard_rows: Annotated[Int | None, Parameter(group=_RUNNING)] = None
+    shard_rows: Annotated[Int | None, Parameter(group=RUNNING)] = None
     """Input rows of one output part; left out: fixed by the number of rows (8 to 256, more beyond 2.5 million)."""
-    quarantine: Annotated[bool, Parameter(group=_INPUT, negative=())] = False
+    quarantine: Annotated[bool, Parameter(group=INPUT, negative=())] = False
     """Write flagged rows to quarantine/ instead of data/; the flag no_stop alone moves none."""
-    audit: Annotated[Int, Parameter(group=_RUNNING)] = 0
+    audit: Annotated[Int, Parameter(group=RUNNING)] = 0
     """At the end decode N rows again without speculation, and report where outputs differ; 0 is off."""
-    max_failed: Annotated[float, Parameter(group=_RUNNING)] = 0.05
+    max_failed: Annotated[float, Parameter(group=RUNNING)] = 0.05
     """Share of failed rows above which the exit code is 3."""
-    stall_timeout: Annotated[float, Parameter(group=_RUNNING)] = 300.0
+    stall_timeout: Annotated[float, Parameter(group=RUNNING)] = 300.0
     """Seconds without progress after which a worker is replaced."""
 
     chat_template_text: Annotated[str | None, HIDDEN] = None
@@ -305,9 +278,9 @@ def default_shard_rows(num_rows: int | None) -> int:
     return rows
 
 
-def flag(name: str) -> str:
-    """``max_failed`` -> ``--max-failed``."""
-    return "--" + name.replace("_", "-")
+def flag_fields() -> list[Field[Any]]:
+    """The settings that are flags; the others only the command itself can know."""
+    return [f for f in fields(JobConfig) if "HIDDEN" not in str(f.type)]
 
 
 def without_secrets(url: str) -> str:
@@ -334,10 +307,3 @@ def _require(ok: bool, message: str) -> None:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def as_flags(message: str) -> str:
-    """The engine's sentence with its settings written as flags."""
-    names = [f.name for f in fields(DecodeConfig)]
-    pattern = "|".join(f"^{name}\\b" if "_" not in name else f"\\b{name}\\b" for name in names)
-    return re.sub(pattern, lambda match: flag(match[0]), message)

@@ -76,8 +76,8 @@ class ShardRecord:
     """Seconds in which the worker had rows in its engine since its last part, or since its engine was up."""
     idle_s: float = 0.0
     """Likewise, in which it had none."""
-    slowest_row: int = -1
-    slowest_row_s: float = 0.0
+    slowest: list[list[float]] = field(default_factory=list)
+    """The slowest few rows, slowest first, as row id, sample id and seconds from admission to the last token."""
     lengths: dict[str, int] = field(default_factory=dict)
     """Rows with an output, by its tokens in bins of an eighth of an octave: the bin's smallest length names it."""
     flagged: dict[str, list[list[int]]] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,7 +15,7 @@ import yaml
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Dict
 
-from cluster.config import BUNDLED_PROMPTS, JobConfig
+from cluster.config import BUNDLED_PROMPTS, JobConfig, flag_fields
 from cluster.errors import UserError
 
 HELP = """Generate outputs for a file of prompts, on this machine or on a Ray cluster.
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str], command: Command) -> tuple[Any, frozenset[str]] |
 
 def job_flags() -> list[str]:
     """The main job's flags in snake case."""
-    return [field.name for field in fields(JobConfig) if not _is_hidden(field.name)]
+    return [field.name for field in flag_fields()]
 
 
 def _given(argv: Sequence[str], values: Collection[str]) -> frozenset[str]:
@@ -186,10 +186,6 @@ def _setting(file: Path, name: str, value: Any) -> Any:
     if isinstance(value, dict) or (isinstance(value, list) and name not in ("stop", "stop-token-ids")):
         raise UserError(f"--config {file}: {name} must be a single value, not {value!r}.")
     return value
-
-
-def _is_hidden(name: str) -> bool:
-    return name in ("chat_template_text", "draft_graph_text", "ray_address", "submitted")
 
 
 def one_line(error: CycloptsError) -> str:

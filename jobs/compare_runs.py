@@ -25,6 +25,7 @@ from rich.text import Text  # noqa: E402
 
 from cluster.errors import UserError  # noqa: E402
 from cluster.output.compare import compare_rows, compare_settings, open_run  # noqa: E402
+from cluster.words import count  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -54,21 +55,23 @@ def describe_rows(rows: dict[str, Any]) -> list[str]:
     agreement = "" if rows["agreement"] is None else f", {100 * rows['agreement']:.2f}% of them the same"
     lines = [f"Rows: {rows['both']:,} in both{agreement}; {rows['only_a']:,} only in A, {rows['only_b']:,} only in B."]
     if rows["other_prompts"]:
-        lines.append(f"Warning: the prompts of {rows['other_prompts']:,} rows differ in length: the inputs differ.")
+        others = count(rows["other_prompts"], "row")
+        lines.append(f"Warning: the prompts of {others} differ in length: the inputs differ.")
     if rows["failed_only_a"] or rows["failed_only_b"]:
         lines.append(f"Errors only in A: {rows['failed_only_a']:,}; only in B: {rows['failed_only_b']:,}.")
     first = rows["first_difference"]
     if first:
+        others = count(first["rows"], "row")
         lines.append(
-            f"Other tokens: {first['rows']:,} rows; the first that differs is at position {first['median']:,} in the "
-            f"median ({first['least']:,} to {first['most']:,})."
+            f"Other tokens: {others}; the first that differs is at position {first['median']:,} in the median "
+            f"({first['least']:,} to {first['most']:,})."
         )
     for example in rows["examples"]:
         where = "" if example["position"] is None else f", from token {example['position']:,} on"
         lines.append(f"Row {example['row_id']}, sample {example['sample_id']}{where}:")
         for name in ("a", "b"):
             side = example[name]
-            lines.append(f"  {name.upper()} ({side['ending']}, {side['tokens']:,} tokens): {side['text']!r}")
+            lines.append(f"  {name.upper()} ({side['ending']}, {count(side['tokens'], 'token')}): {side['text']!r}")
     return lines
 
 

@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     from cluster.output.report import REPORT, rebuild
     from cluster.output.storage import Store
 
-    if len(argv) != 1 or argv[0].startswith("-"):
+    if len(argv) != 1 or not argv[0] or argv[0].startswith("-"):
         print("usage: python jobs/report.py OUTPUT, the folder or URL of a run", file=sys.stderr)
         return 0 if argv[:1] == ["--help"] else 2
     try:

@@ -114,19 +114,5 @@ def spread(count: int, rows: dict[int, int]) -> dict[int, int]:
     return chosen
 
 
-def describe_audit(values: dict[str, Any]) -> str:
-    """The audit in one line."""
-    what = "repeated" if values["run_mode"] == values["audit_mode"] else f"decoded with --mode {values['audit_mode']}"
-    line = f"Audit: {values['identical']:,} of {values['rows']:,} rows {what} are identical"
-    if values["identical"] < values["rows"]:
-        first = values["divergences"][0]
-        share = values["tokens_before_divergence"] / max(values["tokens"], 1)
-        line += f"; {share:.1%} of the tokens come before a difference"
-        line += f"; the first is in row {first['row_id']} (sample {first['sample_id']}) at token {first['position']}"
-    if values["error"]:
-        line += f"; not finished: {values['error'].rstrip('.')}"
-    return line + "."
-
-
 def _hash(shard: int) -> bytes:
     return hashlib.blake2b(shard.to_bytes(8, "little"), digest_size=8, person=b"audit shard").digest()

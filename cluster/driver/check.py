@@ -17,6 +17,7 @@ from cluster.input.rows import RowPreparer
 from cluster.input.schema import Map
 from cluster.input.shards import InputSource, RawShard
 from cluster.models import ModelRef, local_folder
+from cluster.words import count, verb
 
 CHECK_ALL_ROWS = 100_000
 CHECK_FIRST_ROWS = 10_000
@@ -59,10 +60,22 @@ class RowCheck:
         return sum(self.failed.values())
 
     @property
+    def repeated_ids(self) -> int:
+        """Rows with the id of an earlier row; ``repeated_prompts``: likewise."""
+        return _repeated(self.ids)
+
+    @property
+    def repeated_prompts(self) -> int:
+        return _repeated(self.prompts)
+
+    @property
     def warnings(self) -> list[str]:
         """Equal ids or prompts: they are all run, but may be a mistake."""
-        counts = [(name, _repeated(hashes)) for name, hashes in (("id", self.ids), ("prompt", self.prompts))]
-        return [f"Warning: {n:,} rows repeat the {name} of an earlier row; all are run." for name, n in counts if n]
+        return [
+            f"Warning: {count(n, 'row')} {verb(n, 'repeats', 'repeat')} the {name} of an earlier row; all are run."
+            for name, n in (("id", self.repeated_ids), ("prompt", self.repeated_prompts))
+            if n
+        ]
 
     def first_problem(self) -> str:
         """The first bad row, in words."""
@@ -71,10 +84,10 @@ class RowCheck:
 
     def report(self) -> list[str]:
         """Lines for people: counts by kind with an example, and the warnings."""
-        lines = [f"{self.rows:,} rows checked, {self.num_failed:,} cannot be decoded."]
-        for kind, count in self.failed.most_common():
+        lines = [f"{count(self.rows, 'row')} checked, {self.num_failed:,} cannot be decoded."]
+        for kind, number in self.failed.most_common():
             row, message = self.first[kind]
-            lines.append(f"  {kind}: {count:,} rows, first row {row}: {message}")
+            lines.append(f"  {kind}: {count(number, 'row')}, first row {row}: {message}")
         lines += self.warnings
         return lines
 

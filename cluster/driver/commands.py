@@ -11,24 +11,29 @@ from queue import SimpleQueue
 
 from rich.console import Console
 
-from cluster.config import AUTO_GRAPH, JobConfig, as_flags, default_shard_rows
+from cluster.config import AUTO_GRAPH, JobConfig, default_shard_rows
 from cluster.driver.calibrate import kept_graph
 from cluster.driver.check import check_rows
 from cluster.driver.events import Event, Wake
 from cluster.driver.footprint import measure_model
-from cluster.driver.job import Job, choose_device, helpers, limited, worker_count
+from cluster.driver.job import Job, helpers, limited
+from cluster.driver.places import choose_device, worker_count
 from cluster.driver.preflight import JobPlan, earlier_run, full_report
 from cluster.driver.progress import open_view
 from cluster.driver.session import OutputKeeper, ray_session
 from cluster.driver.signals import Interrupted, StopSignals
 from cluster.errors import UserError
+from cluster.flags import as_flags
 from cluster.input.schema import carried_schema
 from cluster.input.shards import InputSource
 from cluster.input.source import open_input
+from cluster.messages import ShardRecord
 from cluster.models import ModelRef, resolve_model
+from cluster.output.footers import whole_records
 from cluster.output.identity import resolve, run_identity
 from cluster.output.lease import Lease, is_held
 from cluster.output.push import require_token
+from cluster.output.resume import survey
 from cluster.output.rundir import RunDir, RunFile
 from cluster.output.storage import StorageError, Store
 from specfold import ConfigError, ModelError
@@ -159,9 +164,8 @@ def _check(config: JobConfig, signals: StopSignals) -> int:
         # By a helper where those check the rows: that node has the model already.
         [footprint] = helpers("check model", rows)(partial(measure_model, settled), [model])
         workers = worker_count(settled, None)
-    refusal = _refusal(RunDir(store), existing, settled, model)
-    goes_on = existing is not None and refusal is None
-    plan = JobPlan(settled, workers, footprint, earlier_run(store), goes_on)
+    records, standing, refusal = _look_back(RunDir(store), existing, settled, model, source)
+    plan = JobPlan(settled, workers, footprint, earlier_run(store, records), standing)
     console = Console()
     for line in full_report(found, plan):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -174,15 +178,22 @@ def _check(config: JobConfig, signals: StopSignals) -> int:
     return 0
 
 
-def _refusal(rundir: RunDir, existing: RunFile | None, config: JobConfig, model: ModelRef) -> UserError | None:
-    """Why the run in the output folder could not go on with these settings."""
+def _look_back(
+    rundir: RunDir, existing: RunFile | None, config: JobConfig, model: ModelRef, source: InputSource
+) -> tuple[list[ShardRecord], int, UserError | None]:
+    """The parts of the run in the output folder, how many of its rows the job would keep, and why it could not go on
+    with these settings and this input."""
     if existing is None:
-        return None
+        return [], 0, None
     try:
         rundir.require_same(existing, run_identity(config, model))
+        shards = source.shards(existing.shard_rows, config.limit)
+        found = survey(rundir, existing.hash, shards, num_samples=config.num_samples, retry_failed=config.retry_failed)
     except UserError as error:
-        return error
-    return None
+        return list(whole_records(rundir, existing.hash)), 0, error
+    again = list(found.retry.values())
+    standing = sum(r.rows for r in found.records.values()) + sum(r.rows - r.num_failed for r in again)
+    return [*found.records.values(), *again], standing, None
 
 
 def require_model(config: JobConfig) -> ModelRef:

@@ -15,6 +15,7 @@ from cluster.driver.ledger import TIMES, Ledger
 from cluster.driver.roster import MAX_BARREN, Live, Member, Roster
 from cluster.errors import UserError
 from cluster.messages import Failure, Flight, Receipt, ShardRecord, WorkerInfo, WorkerState
+from cluster.words import count
 
 TICK_S, ASK_S, SIZE_S, PENDING_S, RELEASE_S = 0.25, 1.0, 10.0, 30.0, 30.0
 EARLY_ROWS = 1000
@@ -163,7 +164,7 @@ class Dispatcher:
         if state.pulse != member.state.pulse or self._awaits_work(worker, member):
             member.moved = now
         if state.batch_size < member.state.batch_size:
-            self._host.say(f"{worker} ran out of memory and now decodes {state.batch_size} rows at a time.")
+            self._host.say(f"{worker} ran out of memory and now decodes {count(state.batch_size, 'row')} at a time.")
         member.heard, member.state = now, state
         self._host.observe(worker, state)
 

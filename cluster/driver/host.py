@@ -64,7 +64,15 @@ class Admission:
 class SummaryFile:
     """``summary.json`` and ``report.html`` of a session: refreshed while it runs, final at its end."""
 
-    def __init__(self, store: Store, tally: Tally, total_rows: int | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tally: Tally,
+        total_rows: int | None,
+        say: Callable[[str], None],
+        preflight: dict[str, Any] | None = None,
+    ) -> None:
+        self._preflight = preflight
         self._store, self._tally, self._total_rows, self._say = store, tally, total_rows, say
         self._history = History()
         self._report = Report(store, tally)
@@ -98,6 +106,8 @@ class SummaryFile:
         }  # fmt: skip
         values = {"state": state, "error": error, "missing_shards": missing, "updated": _utc(time.time())} | values
         values["sessions"] = [*self._sessions, session]
+        if self._preflight is not None:
+            values["preflight"] = self._preflight
         if state != "running":
             self._history.add(seconds, self._tally.rows, self._tally.session_tokens)
         values["history"] = self._history.points()

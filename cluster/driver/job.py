@@ -6,20 +6,22 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
-import ray
 from rich.console import Console
 
 from cluster.config import AUTO_GRAPH, JobConfig, default_shard_rows
-from cluster.driver.audit import Audit, describe_audit
+from cluster.driver.audit import Audit
 from cluster.driver.calibrate import calibrate_first_rows, kept_graph
 from cluster.driver.check import check_rows, rows_to_check
 from cluster.driver.dispatch import Dispatcher
 from cluster.driver.events import Event, Wake
 from cluster.driver.feed import InputFeed
+from cluster.driver.findings import findings
+from cluster.driver.footprint import measure_model
 from cluster.driver.host import Admission, JobHost, SummaryFile
 from cluster.driver.ledger import Ledger
+from cluster.driver.places import choose_device, worker_count, worker_resources
 from cluster.driver.pool import RayPool
 from cluster.driver.preflight import short_report
 from cluster.driver.progress import View
@@ -39,6 +41,8 @@ from cluster.output.rundir import RunDir, RunFile, describe_run
 from cluster.output.sink import DATA, QUARANTINE
 from cluster.output.storage import StorageError, Store
 from cluster.output.summary import SHARDS, Tally, summary_table
+from cluster.output.told import describe_audit
+from cluster.words import count, verb
 
 SMALL_INPUT_ROWS = 2_000
 EXIT_MISSING, EXIT_CONFIG, EXIT_FAILED = 1, 2, 3
@@ -75,9 +79,9 @@ class Job:
         existing = self._open_rundir()
         config, admission, schema = self._settle(existing)
         left = self._survey(existing, config)
-        self._check_rows(config, schema)
+        preflight = self._check_rows(config, schema)
         total = None if self._num_rows is None else self._num_rows * config.num_samples
-        summary = SummaryFile(self._store, self._tally, total, self._view.say)
+        summary = SummaryFile(self._store, self._tally, total, self._view.say, preflight)
         host = JobHost(admission, self._tally, self._view, summary, total, self._check_alive)
         try:
             self._decode(config, schema, left, host, summary)
@@ -139,11 +143,14 @@ class Job:
         for message in found.broken.values():
             self._view.say(f"Run again: {message}")
         if found.done:
-            self._view.say(f"Resuming: {len(found.done):,} parts with {self._tally.rows:,} rows are there.")
+            self._view.say(
+                f"Resuming: {count(len(found.done), 'part')} with {count(self._tally.rows, 'row')} "
+                f"{verb(len(found.done), 'is', 'are')} there."
+            )
         return found
 
-    def _check_rows(self, config: JobConfig, schema: Any) -> None:
-        """Find bad input before any GPU time is spent on it."""
+    def _check_rows(self, config: JobConfig, schema: Any) -> dict[str, Any]:
+        """Find bad input before any GPU time is spent on it; what there is to tell of it."""
         rows = rows_to_check(self._num_rows)
         rows = config.limit if rows is None else min(rows, config.limit or rows)
         run = self._helpers("check rows")
@@ -153,6 +160,9 @@ class Job:
             self._view.say(line)
         if found.rows == found.num_failed and found.rows == (self._num_rows or found.rows):
             raise UserError(f"no row can be decoded: {found.first_problem()}")
+        # By a helper where those check the rows: that node has the model already.
+        [footprint] = self._helpers("check model")(partial(measure_model, config), [self._model])
+        return findings(found, config, self._num_rows, footprint)
 
     def _decode(self, config: JobConfig, schema: Any, left: Survey, host: JobHost, summary: SummaryFile) -> None:
         if self._num_shards is not None and len(left.done) >= self._num_shards and not config.audit:
@@ -187,7 +197,7 @@ class Job:
         summary.audit = audit.to_dict()
         if not audit.counts:
             return
-        self._view.say(f"Auditing {audit.wanted:,} rows with --mode {audit.mode}.")
+        self._view.say(f"Auditing {count(audit.wanted, 'row')} with --mode {audit.mode}.")
         audit.run(self._source.shards(config.shard_rows or 1, config.limit), dispatcher.go_on, self._wake)
         self._check_alive()
         summary.audit = audit.to_dict()
@@ -209,6 +219,10 @@ class Job:
         if self._tally.quarantined:
             place = self._store.path(QUARANTINE)
             self._console.print(f"Quarantine: {place}", markup=False, highlight=False, soft_wrap=True)
+        if self._tally.rows and self._tally.quarantined == self._tally.rows:
+            self._view.say(
+                "Every row is in quarantine: data/ holds none, which `datasets` reads only with streaming=True."
+            )
         if failed:
             self._view.say(
                 f"{self._tally.num_failed:,} of {self._tally.rows:,} rows have failed, more than --max-failed "
@@ -256,43 +270,6 @@ def limited(rows: int | None, limit: int | None) -> int | None:
     if rows is None or limit is None:
         return rows
     return min(rows, limit)
-
-
-def choose_device(config: JobConfig) -> Literal["cpu", "cuda"]:
-    """The GPUs if the cluster has any, unless the user has said so."""
-    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    if config.gpus_per_worker == 0:
-        if config.device == "cuda":
-            raise UserError("--device cuda needs GPUs, but --gpus-per-worker is 0.")
-        return "cpu"
-    if config.device == "cuda" and not has_gpus and config.ray_address is None:
-        raise UserError("--device cuda was given, but Ray finds no GPU on this machine.")
-    if config.device != "auto":
-        return config.device
-    device: Literal["cpu", "cuda"] = "cuda" if has_gpus or config.gpus_per_worker else "cpu"
-    if device == "cpu" and config.backend == "triton":
-        raise UserError("--backend triton needs a GPU, and Ray finds none; leave --backend out or give torch.")
-    return device
-
-
-def worker_resources(config: JobConfig) -> dict[str, float]:
-    """What Ray sets aside for a worker."""
-    if config.device == "cpu":
-        return {"num_cpus": 1}
-    return {"num_cpus": 1, "num_gpus": 1 if config.gpus_per_worker is None else config.gpus_per_worker}
-
-
-def worker_count(config: JobConfig, num_left: int | None) -> int:
-    """How many workers to have now: what was asked for or what the cluster holds, never more than shards."""
-    resources = ray.cluster_resources()
-    if config.workers is not None:
-        count = config.workers
-    elif config.device == "cpu":
-        count = int(resources.get("CPU", 1))
-    else:
-        gpus = worker_resources(config)["num_gpus"] or 1
-        count = int(resources.get("GPU", 0)) * int(1 / gpus) if gpus < 1 else int(resources.get("GPU", 0) / gpus)
-    return max(count if num_left is None else min(count, num_left), 1)
 
 
 def ranges(indexes: list[int]) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cluster.config import JobConfig
 from cluster.driver.check import RowCheck
+from cluster.driver.findings import mean, most_bytes, quantile
 from cluster.driver.footprint import Footprint
 from cluster.driver.progress import duration
+from cluster.messages import ShardRecord
+from cluster.output.charts import merge
 from cluster.output.sink import DATA, QUARANTINE
 from cluster.output.storage import Store
-from cluster.output.summary import read_summary
+from cluster.words import count, size, verb
 
-# Measured: 256 worked solutions of arithmetic problems as text and ids; parts of 8 and of 96 rows of the bundled model.
-_TOKEN_BYTES, _ROW_BYTES, _PART_BYTES = 2.5, 40, 6_000
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 10
 _MAX_BINS = 12
@@ -24,13 +25,15 @@ _WIDTHS = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """What an output folder tells of the runs before: sums over its rows, and the speed of the last that decoded."""
+    """What the parts in an output folder tell of the run that made them: sums over its rows, and how fast it was."""
 
     rows: int
     output_tokens: int
     num_bytes: int
     tokens_per_s: float | None
+    """Of all workers together, while any was at work on a part."""
     workers: int
+    """How many were at work at a time, in the mean."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,29 @@ class JobPlan:
     footprint: Footprint
     earlier: EarlierRun | None = None
     """The output folder's run."""
-    goes_on: bool = False
-    """The job would keep that run's rows."""
+    standing: int = 0
+    """Rows of that run that the job would keep."""
 
 
-def earlier_run(store: Store) -> EarlierRun | None:
-    """The run whose summary is in the folder; None if there is none that decoded a token."""
-    values = read_summary(store)
-    tokens = values.get("output_tokens", 0)
+def earlier_run(store: Store, records: Sequence[ShardRecord]) -> EarlierRun | None:
+    """The run whose parts have these records, whatever its summary says; None if it decoded no token.
+
+    A run that was killed has an old summary or none, but every part that it finished.
+    """
+    tokens = sum(record.stats.output_tokens for record in records)
     if not tokens:
         return None
-    sessions = [session for session in values.get("sessions", ()) if session.get("output_tokens")]
-    speed = (values.get("tokens_per_second") or {}).get("decode")
-    if not speed and sessions and sessions[-1].get("seconds"):
-        speed = sessions[-1]["output_tokens"] / sessions[-1]["seconds"]
-    workers = sessions[-1].get("workers", 0) if sessions else 0
-    size = sum(map(store.num_bytes, (DATA, QUARANTINE)))
-    return EarlierRun(values["rows"]["done"], tokens, size, speed, workers)
+    covered = _covered(records)
+    at_work = sum(_covered([r for r in records if r.worker == name]) for name in {r.worker for r in records})
+    num_bytes = sum(map(store.num_bytes, (DATA, QUARANTINE)))
+    rows = sum(record.rows for record in records)
+    speed = tokens / covered if covered else None
+    return EarlierRun(rows, tokens, num_bytes, speed, max(round(at_work / covered), 1) if covered else 1)
+
+
+def _covered(records: Sequence[ShardRecord]) -> float:
+    """Seconds in which at least one of the parts was being made."""
+    return sum(b - a for a, b in merge([(record.started, record.ended) for record in records], 0.0))
 
 
 def full_report(found: RowCheck, plan: JobPlan) -> list[str]:
@@ -81,10 +90,11 @@ def full_report(found: RowCheck, plan: JobPlan) -> list[str]:
 
 def short_report(found: RowCheck, config: JobConfig, total_rows: int | None) -> str:
     """The line that opens a job; ``total_rows``: input rows of the job, if known."""
-    rows = f"{found.rows:,} input rows"
+    rows = count(found.rows, "input row")
     if total_rows != found.rows:
         rows = f"the first {rows}" + (f" of {total_rows:,}" if total_rows else "")
-    lengths = f", prompts of {_span(found.lengths)} tokens" if found.lengths else ""
+    tokens = "token" if found.lengths.keys() == {1} else "tokens"
+    lengths = f", prompts of {_span(found.lengths)} {tokens}" if found.lengths else ""
     num_rows = total_rows or found.rows
     return f"Checked {rows}{lengths}: {_parts(num_rows, config)}."
 
@@ -92,16 +102,14 @@ def short_report(found: RowCheck, config: JobConfig, total_rows: int | None) -> 
 def _parts(num_rows: int, config: JobConfig) -> str:
     shard_rows = config.shard_rows or 1
     return (
-        f"{num_rows * config.num_samples:,} outputs in {-(-num_rows // shard_rows):,} parts of {shard_rows:,} "
-        "input rows"
+        f"{count(num_rows * config.num_samples, 'output')} in {count(-(-num_rows // shard_rows), 'part')} of "
+        f"{count(shard_rows, 'input row')}"
     )
 
 
 def _histogram(lengths: Counter[int]) -> Iterator[str]:
     """Prompt lengths, a bar for each bin."""
-    count = lengths.total()
-    mean = sum(length * n for length, n in lengths.items()) / count
-    yield f"Prompt tokens: {_span(lengths)}, median {_quantile(lengths, 0.5):,}, mean {mean:,.1f}."
+    yield f"Prompt tokens: {_span(lengths)}, median {quantile(lengths, 0.5):,}, mean {mean(lengths):,.1f}."
     bins = list(_bins(min(lengths), max(lengths)))
     counts = [sum(n for length, n in lengths.items() if low <= length <= high) for low, high in bins]
     for (low, high), n in zip(bins, counts, strict=True):
@@ -123,20 +131,25 @@ def _bins(least: int, most: int) -> Iterator[tuple[int, int]]:
 def _output(found: RowCheck, plan: JobPlan) -> Iterator[str]:
     config, earlier = plan.config, plan.earlier
     num_parts = -(-found.rows // (config.shard_rows or 1))
-    yield f"{_parts(found.rows, config)}, {plan.workers:,} workers."
+    yield f"{_parts(found.rows, config)}, {count(plan.workers, 'worker')}."
     if num_parts < plan.workers:
-        yield f"{plan.workers - num_parts:,} workers would have no part to decode; a smaller --shard-rows makes more."
+        idle = count(plan.workers - num_parts, "worker")
+        yield f"{idle} would have no part to decode; a smaller --shard-rows makes more."
     outputs, tokens = found.rows * config.num_samples, found.new_tokens * config.num_samples
-    size = tokens * _TOKEN_BYTES + outputs * _ROW_BYTES + num_parts * _PART_BYTES
-    yield f"At most {tokens:,} tokens and about {_bytes(size)}, carried columns not counted."
+    yield f"At most {count(tokens, 'token')} and about {size(most_bytes(found, config))}, carried columns not counted."
     if earlier and earlier.rows:
-        mean = earlier.output_tokens / earlier.rows
+        length = earlier.output_tokens / earlier.rows
         yield (
-            f"Like the run in the folder ({mean:,.1f} tokens a row): about {round(mean * outputs):,} tokens and "
-            f"{_bytes(earlier.num_bytes / earlier.rows * outputs)}."
+            f"Like the run in the folder ({length:,.1f} tokens a row): about "
+            f"{count(round(length * outputs), 'token')} and "
+            f"{size(earlier.num_bytes / earlier.rows * outputs)}."
         )
     if found.with_stop:
-        yield f"{found.with_stop:,} prompts hold a stop token (as a chat template writes it); there it ends nothing."
+        hold = verb(found.with_stop, "holds", "hold")
+        yield (
+            f"{count(found.with_stop, 'prompt')} {hold} a stop token (as a chat template writes it); there it ends "
+            "nothing."
+        )
 
 
 def _memory(found: RowCheck, plan: JobPlan) -> Iterator[str]:
@@ -144,53 +157,35 @@ def _memory(found: RowCheck, plan: JobPlan) -> Iterator[str]:
     if footprint.problem:
         yield f"The model cannot be loaded: {footprint.problem}"
         return
-    yield f"Weights {_bytes(footprint.weights)} in each worker ({config.dtype})."
+    yield f"Weights {size(footprint.weights)} in each worker ({config.dtype})."
     if found.lengths:
         typical, longest = (
             (length + config.max_new_tokens) * footprint.position
-            for length in (_quantile(found.lengths, 0.5), max(found.lengths))
+            for length in (quantile(found.lengths, 0.5), max(found.lengths))
         )
         yield (
-            f"Keys and values {_bytes(footprint.position)} a token: {_bytes(typical)} for a typical row, "
-            f"{_bytes(longest)} for the longest,"
+            f"Keys and values {size(footprint.position)} a token: {size(typical)} for a typical row, "
+            f"{size(longest)} for the longest,"
         )
-        yield f"{_bytes(config.batch_size * longest)} for {config.batch_size:,} such rows at once."
-    yield f"Logits of a step at most {_bytes(footprint.logits)}."
+        yield f"{size(config.batch_size * longest)} for {config.batch_size:,} such rows at once."
+    yield f"Logits of a step at most {size(footprint.logits)}."
 
 
 def _time(found: RowCheck, plan: JobPlan) -> Iterator[str]:
     earlier, outputs = plan.earlier, found.rows * plan.config.num_samples
-    left = max(outputs - earlier.rows, 0) if earlier and plan.goes_on else outputs
-    if plan.goes_on and not left:
+    left = max(outputs - plan.standing, 0)
+    if plan.standing and not left:
         yield "None: every row is there."
     elif earlier is None or not earlier.tokens_per_s:
         yield "Unknown: no run in the output folder tells a speed; a job shows it after its first rows."
     else:
         seconds = left * earlier.output_tokens / max(earlier.rows, 1) / earlier.tokens_per_s
         yield (
-            f"About {duration(seconds)} for {left:,} outputs, at the {earlier.tokens_per_s:,.0f} tokens/s that the run "
-            f"in the folder had with {earlier.workers:,} workers."
+            f"About {duration(seconds)} for {count(left, 'output')}, at the {earlier.tokens_per_s:,.0f} tokens/s that "
+            f"the run in the folder had with {count(earlier.workers, 'worker')}."
         )
 
 
 def _span(lengths: Counter[int]) -> str:
     low, high = min(lengths), max(lengths)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def _quantile(lengths: Counter[int], share: float) -> int:
-    """The length that at least this share of the rows does not exceed."""
-    left = share * lengths.total()
-    for length in sorted(lengths):
-        left -= lengths[length]
-        if left <= 0:
-            return length
-    return 0
-
-
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"

@@ -11,6 +11,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from cluster.words import count
+
 WARM_UP_S = 20.0
 """Rows decode this long before they tell a job's speed."""
 WINDOW_S = 300.0
@@ -152,7 +154,7 @@ class BarView:
 
 def describe(snapshot: Snapshot, pace: Pace) -> str:
     """One line: rows, tokens/s, acceptance, failures, workers up, time left."""
-    parts = [f"{snapshot.rows:,} rows"]
+    parts = [count(snapshot.rows, "row")]
     if snapshot.total_rows:
         parts = [f"{snapshot.rows:,}/{snapshot.total_rows:,} rows ({snapshot.rows / snapshot.total_rows:.0%})"]
     parts.append(f"{pace.tokens_per_s:,.0f} tokens/s")
@@ -160,7 +162,7 @@ def describe(snapshot: Snapshot, pace: Pace) -> str:
         parts.append(f"acceptance {snapshot.drafts_accepted / snapshot.drafts_proposed:.0%}")
     if snapshot.rows_failed:
         parts.append(f"{snapshot.rows_failed:,} failed")
-    parts.append(f"{snapshot.workers_up} of {snapshot.workers} workers up")
+    parts.append(f"{snapshot.workers_up} of {count(snapshot.workers, 'worker')} up")
     eta = pace.eta_s(snapshot)
     if eta is not None:
         parts.append(f"{duration(eta)} left")

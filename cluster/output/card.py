@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
 from pathlib import PurePosixPath
 from typing import Any
 
-from cluster.config import JobConfig, flag, without_secrets
+from cluster.config import JobConfig, flag_fields, without_secrets
+from cluster.flags import flag
 from cluster.models import ModelRef
+from cluster.words import count
 
 CARD = "README.md"
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"),
           (10_000_000, "1M<n<10M"), (100_000_000, "10M<n<100M"), (1_000_000_000, "100M<n<1B"))  # fmt: skip
 _MAX_TEXT = 200
+_NOT_REPEATED = {
+    "output", "overwrite", "retry_failed", "check", "push_to_hub", "hub_public", "workers", "gpus_per_worker",
+}  # fmt: skip
 _COLUMNS = """\
 Every row is one output. `row_id` counts the input rows and `sample_id` the outputs of one; the columns of the input are
 carried along. `output_text` and `output_token_ids` are empty where `finish_reason` is `error`; `error` and `error_kind`
@@ -53,14 +57,14 @@ def dataset_card(config: JobConfig, model: ModelRef, summary: Mapping[str, Any],
 
 
 def reproduction(config: JobConfig, model: ModelRef) -> str:
-    """The command that gives the same rows: every setting that can change one and is not the default."""
-    wanted = config.identity().keys() | {"model", "revision", "prompts", "split", "limit"}
+    """The command that does the same: every flag that is not at its default, but for those of one session, of one
+    machine, and of where the results go."""
     words = ["python", "jobs/generate.py"]
-    for field in fields(JobConfig):
+    for field in flag_fields():
         value = getattr(config, field.name)
         if field.name == "revision":
             value = model.commit
-        if field.name not in wanted or (field.default is not MISSING and value == field.default):
+        if field.name in _NOT_REPEATED or value == field.default:
             continue
         if isinstance(value, bool):
             words.append(flag(field.name if value else f"no_{field.name}"))
@@ -77,21 +81,25 @@ def _opening(config: JobConfig, model: ModelRef, summary: Mapping[str, Any]) -> 
     prompts = without_secrets(config.prompts) + (f", split {config.split}" if config.split else "")
     note = "" if config.deterministic else "\n\nNot deterministic: tokens may depend on the rows decoded together."
     return (
-        f"{_num_rows(summary):,} outputs, made by a diffusion language model.\n\n"
+        f"{count(_num_rows(summary), 'output')}, made by a diffusion language model.\n\n"
         f"- Model: {_text(config.model)} ({_text(pinned)})\n- Prompts: {_text(prompts)}{note}"
     )
 
 
 def _counts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     rows, audit = summary["rows"], summary.get("audit") or {}
+    repeats = (summary.get("preflight") or {}).get("repeated_prompts")
     yield "decoded", f"{rows['done'] - rows['failed']:,}"
+    if repeats:
+        yield "input rows whose prompt repeats an earlier one", f"{repeats:,}"
     yield "left out, as their flags say that they are degenerate", f"{rows['quarantined']:,}"
-    for reason, count in rows["by_finish_reason"].items():
-        yield f"finish reason {reason}", f"{count:,}"
-    for kind, count in rows["failed_by_kind"].items():
-        yield f"error {kind}", f"{count:,}"
-    for name, count in (summary.get("flags") or {}).items():
-        yield f"flag {name}", f"{count:,}"
+    for what, found in (
+        ("finish reason", rows["by_finish_reason"]),
+        ("error", rows["failed_by_kind"]),
+        ("flag", summary.get("flags") or {}),
+    ):
+        for name, number in found.items():
+            yield f"{what} {name}", f"{number:,}"
     if audit.get("rows"):
         again = f"decoded again with mode {audit['audit_mode']}"
         yield f"{again}, all tokens identical", f"{audit['identical']:,} of {audit['rows']:,}"

@@ -167,7 +167,7 @@ def timeline(id: str, title: str, begin: float, end: float, busy: dict[str, list
     length = end - begin
     if not busy or length <= 0:
         return Chart(id, title, "No part was finished in this session.")
-    merged = {name: _merge(spans, length / _PIXEL_S) for name, spans in busy.items()}
+    merged = {name: merge(spans, length / _PIXEL_S) for name, spans in busy.items()}
     idle = {name: length - sum(b - a for a, b in spans) for name, spans in merged.items()}
     shown = sorted(sorted(merged, key=lambda name: -idle[name])[:MAX_LANES], key=_natural)
     rects, lines, rows = [], [], []
@@ -244,7 +244,7 @@ def _between(low: float, step: float) -> str:
     return f"{low:,.0f}–{low + step - 1:,.0f}" if float(step).is_integer() else f"{low:.4g}–{low + step:.4g}"
 
 
-def _merge(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+def merge(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
     """The union, with gaps closed that are too short to be seen."""
     merged: list[tuple[float, float]] = []
     for a, b in sorted(spans):

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 
 from cluster.errors import UserError
 from cluster.messages import RowKey
+from cluster.output.footers import read_footers
 from cluster.output.rundir import RUN, RunDir, RunFile
-from cluster.output.sink import PartError, part_name, quarantine_name, read_record
+from cluster.output.sink import PartError, part_name, quarantine_name
 from cluster.output.storage import Store
 from cluster.output.summary import Tally, read_summary
 
@@ -95,13 +96,14 @@ def open_run(path: str) -> Run:
     """The run in a folder. ``UserError`` in one sentence if there is none, or if its parts are damaged."""
     store = Store(path)
     if not store.exists(RUN):
-        raise UserError(f"{path} is not the output of a run: it has no {RUN}.")
+        raise UserError(f"{path or store.url} is not the output of a run: it has no {RUN}.")
     try:
         rundir = RunDir(store)
         file = rundir.read()
         tally, parts = Tally(), {}
-        for index in rundir.parts():
-            record = read_record(store, index)
+        for index, record in read_footers(rundir, pairs=False):
+            if isinstance(record, PartError):
+                raise record
             tally.add(record, fresh=False)
             parts[index] = [part_name(index), *([quarantine_name(index)] if record.quarantined else [])]
     except (UserError, PartError, KeyError) as error:

@@ -85,7 +85,7 @@ def _rows(store: Store, name: str) -> Iterator[dict[str, Any]]:
 
 def _example(row: dict[str, Any]) -> Example:
     own = output_schema(pa.schema([])).names
-    carried = [(name, value) for name, value in row.items() if name not in own]
+    carried = [(name, value) for name, value in row.items() if name not in own and value is not None]
     return Example(
         row["row_id"],
         row["sample_id"],

@@ -6,10 +6,6 @@ policy allows none.
 
 from __future__ import annotations
 
-import math
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,30 +13,22 @@ from typing import Any
 import orjson
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from cluster.config import JobConfig
+from cluster.config import flag_fields
 from cluster.errors import UserError
-from cluster.output.charts import (
-    MAX_LANES,
-    Chart,
-    heat_chart,
-    histogram,
-    percent,
-    rate_chart,
-    share_chart,
-    span,
-    timeline,
-)
+from cluster.output.charts import MAX_LANES, percent, span
 from cluster.output.examples import Example, find_errors, find_flagged, find_outputs, shorten
+from cluster.output.footers import whole_records
 from cluster.output.lease import is_held
+from cluster.output.run_charts import RUNNING, charts
 from cluster.output.rundir import RUN, RunDir
-from cluster.output.sink import PartError, read_record
 from cluster.output.storage import Store
 from cluster.output.summary import ShardLine, Tally, read_summary
+from cluster.output.told import describe_audit, divergence_lines, preflight_lines
+from cluster.words import count, verb
 
 REPORT = "report.html"
-RUNNING, KILLED = "running", "killed"
+KILLED = "killed"
 MAX_EXAMPLES, MAX_SLOWEST, MAX_NAMED, MAX_SESSIONS = 3, 10, 20, 20
-_READERS = 16
 _SETTING = 2_000
 
 
@@ -65,7 +53,10 @@ class Report:
             run=self._run,
             verdict=verdict(summary),
             charts=charts(summary, lines, self._run["config"]["max_new_tokens"]),
-            slowest_rows=sorted(lines, key=lambda line: -line.slowest_row_seconds)[:MAX_SLOWEST],
+            slowest_rows=summary["slowest_rows"],
+            preflight=list(preflight_lines(summary["preflight"])) if summary.get("preflight") else [],
+            audit=describe_audit(summary["audit"]) if summary.get("audit") else "",
+            divergences=list(divergence_lines(summary["audit"])) if summary.get("audit") else [],
             slowest_shards=summary["slowest_shards"][:MAX_SLOWEST],
             errors=[
                 (kind, count, self._errors(kind))
@@ -115,14 +106,12 @@ class Report:
 def rebuild(store: Store) -> None:
     """Make the page anew from what is in the folder, also of a run that was killed. ``UserError`` if it is no run's."""
     rundir = RunDir(store)
-    run = rundir.read()
+    run = rundir.read() if store.exists(RUN) else None
     if run is None:
-        raise UserError(f"{store.url} holds no run.")
+        raise UserError(f"{store.url} is not the output of a run: it has no {RUN}.")
     tally = Tally()
-    with ThreadPoolExecutor(_READERS) as pool:
-        for record in pool.map(lambda index: _record(store, index), rundir.parts()):
-            if record is not None and record.identity == run.hash:
-                tally.add(record, fresh=False)
+    for record in whole_records(rundir, run.hash):
+        tally.add(record, fresh=False)
     known = read_summary(store)
     # Only the driver could count these; everything else is in the parts.
     kept = (
@@ -135,6 +124,7 @@ def rebuild(store: Store) -> None:
         "sessions",
         "history",
         "audit",
+        "preflight",
     )
     summary = tally.to_dict(0.0) | {name: known[name] for name in kept if name in known}
     summary["rows"] = {"total": known.get("rows", {}).get("total")} | summary["rows"]
@@ -147,12 +137,12 @@ def verdict(summary: dict[str, Any]) -> tuple[str, str]:
     """How the run stands: a class for its colour (good, fair, bad, live) and a sentence."""
     rows, state = summary["rows"], summary["state"]
     done, failed, total = rows["done"], rows["failed"], rows["total"]
-    left = "" if total is None else f"{max(total - done, 0):,} of {total:,} rows are not done. "
+    left = "" if total is None else f"{max(total - done, 0):,} of {count(total, 'row')} are not done. "
     again = "The same command goes on from here."
     if state == RUNNING:
-        share = f" of {total:,}" if total else ""
+        share = f"{done:,} of {count(total, 'row')} are" if total else f"{count(done, 'row')} {verb(done, 'is', 'are')}"
         return "live", (
-            f"Running: {done:,}{share} rows are done, {failed:,} of them failed. Reload the page for newer numbers. "
+            f"Running: {share} done, {failed:,} of them failed. Reload the page for newer numbers. "
             f"This one was made at {summary['updated']}; if that is long past, the job was killed. {again}"
         )
     if state == KILLED:
@@ -164,98 +154,23 @@ def verdict(summary: dict[str, Any]) -> tuple[str, str]:
                 f"Stopped before its end: {summary['error']} {left}Once that is mended, the same command goes on.",
             )
         return "bad", f"Stopped before its end ({state}). {left}{again}"
+    whole = f"All {count(done, 'row')} are there" if done != 1 else "The one row is there"
     if (summary["sessions"] or [{}])[-1].get("exit_code"):
-        return "bad", f"All {done:,} rows are there, but {failed:,} of them failed: more than --max-failed allows."
+        return "bad", f"{whole}, but {failed:,} of them failed: more than --max-failed allows."
+    aside = rows.get("quarantined", 0)
+    moved = f"{aside:,} {verb(aside, 'is', 'are')} in quarantine"
+    if aside and aside == done:
+        return "bad", f"{whole}, and every one is in quarantine: data/ holds none."
     if failed:
-        return "fair", f"All {done:,} rows are there; {failed:,} of them failed."
-    if rows["quarantined"]:
-        return "fair", f"All {done:,} rows are there and none failed; {rows['quarantined']:,} are in quarantine."
-    return "good", f"All {done:,} rows are there and none failed."
-
-
-def charts(summary: dict[str, Any], lines: list[ShardLine], max_new_tokens: int) -> dict[str, Chart]:
-    """Every chart by its id."""
-    stats, rows = summary["stats"], summary["rows"]
-    depths = list(zip(stats["proposed_by_depth"], stats["accepted_by_depth"], strict=True))
-    acceptance = [
-        (f"{k + 1} ahead", accepted / proposed, f"{accepted:,} of {proposed:,}")
-        for k, (proposed, accepted) in enumerate(depths)
-        if proposed
-    ]
-    runs = sum(stats["run_lengths"])
-    none = "No drafts in this run." if rows["done"] else "Nothing to count yet."
-    reasons = [
-        (reason, count / max(rows["done"], 1), f"{count:,} rows")
-        for reason, count in rows["by_finish_reason"].items()
-        if rows["done"]
-    ]
-    forwards: dict[float, int] = {}
-    for line in lines:
-        if line.tokens_per_forward is not None:
-            bin = math.floor(line.tokens_per_forward * 10) / 10
-            forwards[bin] = forwards.get(bin, 0) + 1
-    lengths = {float(length): count for length, count in summary["output_lengths"].items()}
-    bin_width = 2 ** max(
-        int(max(lengths, default=1)).bit_length() - 4, 0
-    )  # of the longest outputs: see sink.length_bins
-    found = [
-        rate_chart("throughput", "Throughput over time", "tokens/s", summary["history"], 2),
-        share_chart(
-            "acceptance", "Acceptance by depth", "Share of the proposed drafts that were accepted, by how many steps "
-            "ahead they look." if acceptance else none, "depth", acceptance,
-        ),
-        heat_chart(
-            "folding", "Fold rate by layer and depth", "Share of the drafts' positions that took over their parent's "
-            "work; layers from left to right.", fold_grid(stats),
-        ),
-        share_chart(
-            "runs", "Drafts accepted in a row", "Share of the drafted forwards by how many drafts they accepted."
-            if runs else none, "accepted",
-            [(f"{k}", n / runs, f"{n:,} forwards") for k, n in enumerate(stats["run_lengths"])] if runs else [],
-        ),
-        histogram(
-            "forwards", "Tokens per forward", "Parts of the output by their mean tokens per forward.",
-            ("tokens per forward", "parts"), forwards, 0.1,
-        ),
-        histogram(
-            "lengths", "Output lengths", f"Rows by the tokens of their output (at most {max_new_tokens:,}).",
-            ("tokens", "rows"), lengths, bin_width,
-        ),
-        share_chart("finish", "Finish reasons", "Share of the rows by what ended them.", "reason", reasons),
-        worker_chart(summary, lines),
-    ]  # fmt: skip
-    return {chart.id: chart for chart in found}
-
-
-def fold_grid(stats: dict[str, Any]) -> list[list[float]]:
-    """Fold rate by layer and depth: mean of the QKV and the FFN share."""
-    totals = stats["draft_rows"]
-    depths = [k for k, total in enumerate(totals) if total]
-    if not depths:
-        return []
-    pairs = zip(stats["folded_qkv"], stats["folded_ffn"], strict=True)
-    return [[(qkv[k] + ffn[k]) / (2 * totals[k]) for k in depths] for qkv, ffn in pairs]
-
-
-def worker_chart(summary: dict[str, Any], lines: list[ShardLine]) -> Chart:
-    """When each worker was at work on parts, in the last session."""
-    begin = _epoch((summary["sessions"] or [{}])[-1].get("started")) or min(
-        (line.started / 1000 for line in lines), default=0.0
-    )
-    busy: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
-        if line.started / 1000 >= begin - 1:
-            at = max(line.started / 1000, begin)
-            busy.setdefault(line.worker, []).append((at, max(at, line.started / 1000 + line.seconds)))
-    end = max((b for spans in busy.values() for _, b in spans), default=begin)
-    if summary["state"] == RUNNING:
-        end = max(end, _epoch(summary["updated"]) or end)
-    return timeline("workers", "Workers over time", begin, end, busy)
+        return "fair", f"{whole}; {failed:,} of them failed" + (f" and {moved}." if aside else ".")
+    if aside:
+        return "fair", f"{whole} and none failed; {moved}."
+    return "good", f"{whole} and none failed."
 
 
 def settings(config: dict[str, Any], *, changed: bool) -> list[tuple[str, str]]:
-    """The run's settings that differ from the defaults, or those that do not."""
-    defaults = {f.name: f.default for f in fields(JobConfig)}
+    """The run's flags that differ from the defaults, or those that do not."""
+    defaults = {f.name: f.default for f in flag_fields()}
 
     def plain(value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
@@ -266,22 +181,8 @@ def settings(config: dict[str, Any], *, changed: bool) -> list[tuple[str, str]]:
     return [
         (name.replace("_", "-"), text(value))
         for name, value in config.items()
-        if (value != plain(defaults.get(name))) == changed
+        if name in defaults and (value != plain(defaults[name])) == changed
     ]
-
-
-def _epoch(text: str | None) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp() if text else None
-    except ValueError:
-        return None
-
-
-def _record(store: Store, index: int) -> Any:
-    try:
-        return read_record(store, index)
-    except PartError:
-        return None
 
 
 def _json(value: Any) -> str:
@@ -307,6 +208,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "number": _number, "percent": percent, "span": span, "counts": _counts, "json": _json, "short": shorten
+        "counted": count, "number": _number, "percent": percent, "span": span, "counts": _counts, "json": _json,
+        "short": shorten,
     }  # fmt: skip
     return environment.get_template("report.html.j2")

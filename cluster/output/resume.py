@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from cluster.errors import UserError
 from cluster.input.rows import INPUT_ERROR_KINDS
 from cluster.input.shards import RawShard
 from cluster.messages import ShardRecord
+from cluster.output.footers import read_footers
 from cluster.output.rundir import RunDir
-from cluster.output.sink import (
-    STATS,
-    ForeignPartError,
-    PartError,
-    part_name,
-    read_record,
-    require_pair,
-    stats_name,
-)
+from cluster.output.sink import STATS, ForeignPartError, PartError, part_name, stats_name
 from cluster.output.storage import Store
-
-_READERS = 16
 
 
 @dataclass
@@ -87,26 +77,14 @@ def restore_stats(store: Store, records: Iterable[ShardRecord]) -> None:
 
 def _read_records(rundir: RunDir, result: Survey) -> dict[int, ShardRecord]:
     """Footers of all whole parts; the others go to ``result.broken``."""
-
-    quarantined = rundir.quarantined()
-
-    def read(index: int) -> tuple[int, ShardRecord | PartError]:
-        try:
-            record = read_record(rundir.store, index)
-            require_pair(rundir.store, record, has_quarantine=index in quarantined)
-            return index, record
-        except PartError as error:
-            return index, error
-
     found: dict[int, ShardRecord] = {}
-    with ThreadPoolExecutor(_READERS) as pool:
-        for index, record in pool.map(read, rundir.parts()):
-            if isinstance(record, ForeignPartError):
-                raise UserError(f"{rundir.store.url} cannot be used: {record}")
-            if isinstance(record, PartError):
-                result.broken[index] = str(record)
-            else:
-                found[index] = record
+    for index, record in read_footers(rundir):
+        if isinstance(record, ForeignPartError):
+            raise UserError(f"{rundir.store.url} cannot be used: {record}")
+        if isinstance(record, PartError):
+            result.broken[index] = str(record)
+        else:
+            found[index] = record
     return found
 
 

@@ -16,7 +16,7 @@ from cluster.output.storage import Store
 from specfold.request import ERROR, Completion
 
 DATA, STATS, QUARANTINE = "data", "stats", "quarantine"
-MAX_FLAGGED = 3
+MAX_FLAGGED, MAX_SLOWEST = 3, 10
 _FOOTER = b"specfold.shard"
 _IDS = pa.list_(pa.int32())
 
@@ -123,13 +123,11 @@ def merge_rows(old: pa.Table, new: pa.Table, places: Sequence[int]) -> pa.Table:
 
 
 def count_rows(table: pa.Table) -> dict[str, Any]:
-    """The counts of a record that can be read off the rows: by error kind, finish reason and flag; the slowest row."""
-    slowest = pc.index(table["seconds"], pc.max(table["seconds"])).as_py() if table.num_rows else -1
+    """The counts of a record that can be read off the rows: by error kind, finish reason and flag; the slowest rows."""
     return {
         "failed": _tally(table["error_kind"].drop_null()),
         "finished": _tally(table["finish_reason"]),
-        "slowest_row": table["row_id"][slowest].as_py() if slowest >= 0 else -1,
-        "slowest_row_s": round(table["seconds"][slowest].as_py(), 3) if slowest >= 0 else 0.0,
+        "slowest": _slowest(table),
         "lengths": length_bins(
             table["num_output_tokens"].filter(pc.not_equal(table["finish_reason"], ERROR)).to_numpy()
         ),
@@ -222,6 +220,13 @@ def _lists(rows: Sequence[Sequence[Any]], item: pa.DataType | None = None) -> pa
         offsets.append(offsets[-1] + len(row))
     values = pa.array(chain.from_iterable(rows), item or pa.int32(), size=offsets[-1])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+
+
+def _slowest(table: pa.Table) -> list[list[float]]:
+    """As many rows as a page lists: so the slowest rows of all parts are among them."""
+    decoded = table.filter(pc.not_equal(table["finish_reason"], ERROR)).select(["row_id", "sample_id", "seconds"])
+    order = pc.select_k_unstable(decoded, MAX_SLOWEST, [("seconds", "descending"), ("row_id", "ascending")])
+    return [[row["row_id"], row["sample_id"], round(row["seconds"], 3)] for row in decoded.take(order).to_pylist()]
 
 
 def _count_flags(table: pa.Table) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from rich.table import Column, Table
 
 from cluster.messages import ShardRecord, WorkerState
 from cluster.output.storage import Store
+from cluster.words import count
 from specfold.request import ERROR
 from specfold.stats import DecodeStats
 
 SUMMARY, SHARDS = "summary.json", "shards.parquet"
-MAX_SLOWEST = 50
+MAX_SLOWEST, MAX_SLOWEST_ROWS = 50, 10
 MAX_PLACES = 2
 MAX_EXAMPLES = 10
 
@@ -51,6 +52,17 @@ class ShardLine(NamedTuple):
     slowest_row_seconds: float
 
 
+class SlowRow(NamedTuple):
+    """A row that took long, and the part it is in."""
+
+    row_id: int
+    sample_id: int
+    seconds: float
+    """From admission to the last token."""
+    shard: int
+    worker: str
+
+
 class Tally:
     """Sums over finished shards, of this session and of earlier ones. Holds one line per shard and no results."""
 
@@ -65,6 +77,8 @@ class Tally:
         self.flags: Counter[str] = Counter()
         self.flagged: dict[str, list[list[int]]] = {}
         """The first rows of each flag, as row id and sample id."""
+        self.slowest_rows: list[SlowRow] = []
+        """Slowest first, of all parts."""
         self.quarantined = 0
         self.rows = 0
         self.session_rows = 0
@@ -88,6 +102,7 @@ class Tally:
         self.rows += record.rows
         self._lines[record.index] = _line(record)
         self._workers.setdefault(record.worker, _WorkerTotals()).add(record, fresh=fresh)
+        self._add_slowest(record)
         if fresh:
             self.session_rows += record.rows
             self.session_tokens += record.stats.output_tokens
@@ -98,6 +113,12 @@ class Tally:
         self.quarantined += record.quarantined
         for name, rows in record.flagged.items():
             self.flagged[name] = sorted([*self.flagged.get(name, ()), *rows])[:MAX_EXAMPLES]
+
+    def _add_slowest(self, record: ShardRecord) -> None:
+        for row, sample, seconds in record.slowest:
+            place = SlowRow(int(row), int(sample), seconds, record.index, record.worker)
+            self.slowest_rows.append(place)
+        self.slowest_rows = sorted(self.slowest_rows, key=lambda row: (-row.seconds, row.row_id))[:MAX_SLOWEST_ROWS]
 
     def observe(self, worker: str, state: WorkerState) -> None:
         """Keep a worker's latest live counters."""
@@ -165,6 +186,7 @@ class Tally:
             "recomputed_rows_per_token": _ratio(stats.recomputed_qkv_rows, stats.output_tokens),
             "stats": stats.to_dict(),
             "workers": {name: worker.to_dict() for name, worker in sorted(self._workers.items())},
+            "slowest_rows": [row._asdict() for row in self.slowest_rows],
             "slowest_shards": self._slowest(),
         }
 
@@ -235,11 +257,13 @@ def summary_table(values: dict[str, Any]) -> Table:
     """What is printed when a job ends."""
     table = Table("", Column(overflow="fold"), title="Summary", title_justify="left", show_header=False)
     rows, speed = values["rows"], values["tokens_per_second"]
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in rows["by_finish_reason"].items())
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in rows["failed_by_kind"].items())
-    flags = ", ".join(f"{count:,} {name}" for name, count in values["flags"].items()) or "none"
+    reasons, kinds, flags = (
+        ", ".join(f"{number:,} {name}" for name, number in found.items())
+        for found in (rows["by_finish_reason"], rows["failed_by_kind"], values["flags"])
+    )
+    flags = flags or "none"
     if rows["quarantined"]:
-        flags += f"; {rows['quarantined']:,} rows in quarantine"
+        flags += f"; {count(rows['quarantined'], 'row')} in quarantine"
     depth = ", ".join(_percent(share) for share in values["acceptance_by_depth"])
     lines = [
         ("rows", f"{rows['done']:,} ({reasons})"),
@@ -259,11 +283,12 @@ def summary_table(values: dict[str, Any]) -> Table:
 
 def _line(record: ShardRecord) -> ShardLine:
     stats = record.stats
+    slowest = record.slowest[0] if record.slowest else [-1, 0, 0.0]
     return ShardLine(
         record.index, record.first_row, record.rows, record.num_failed, stats.output_tokens,
         _ratio(stats.output_tokens, record.seconds), stats.tokens_per_forward,
         _ratio(stats.drafts_accepted, stats.drafts_proposed), stats.fold_rate, record.worker,
-        int(record.started * 1000), round(record.seconds, 3), record.slowest_row, record.slowest_row_s,
+        int(record.started * 1000), round(record.seconds, 3), int(slowest[0]), slowest[2],
     )  # fmt: skip
 
 

@@ -8,7 +8,9 @@ flag               set when
 ``special_flood``  at least 8 special tokens (padding, ends of turns, roles), which are half of the output or more, or
                    8 of them in a row
 ``repetition``     up to 64 tokens repeat without a change, at least 4 times: over 64 tokens or more, or over half of
-                   the output and at least 24 tokens; or one character stands 128 times in a row
+                   the output and at least 24 tokens; or one character stands 128 times in a row; or a longer
+                   passage comes 3 times, or one with numbers that count up 6 times, in half of the output or at
+                   its end (``loops.py``)
 ``no_stop``        the output was cut at its length and not ended by the model
 =================  ==================================================================================================
 
@@ -18,17 +20,16 @@ Pure functions; knows no engine, no files.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from cluster.worker.loops import has_character_run, has_counting_loop, has_loop, longest_run
 from specfold.request import ERROR, LENGTH, Completion
 
-GUARDS_VERSION = 1
+GUARDS_VERSION = 2
 """Part of a run's identity: to be raised when the same output may get other flags."""
 EMPTY, MASK_LEFT, SPECIAL_FLOOD, REPETITION, NO_STOP = "empty", "mask_left", "special_flood", "repetition", "no_stop"
 FLAGS = (EMPTY, MASK_LEFT, SPECIAL_FLOOD, REPETITION, NO_STOP)
@@ -37,11 +38,6 @@ QUARANTINED = frozenset(FLAGS) - {NO_STOP}
 ``--max-new-tokens`` is short nearly every row is cut: ``no_stop`` alone moves none."""
 
 _MIN_SPECIAL = 8
-_MAX_PERIOD, _MIN_REPEATS = 64, 4
-_LONG_LOOP, _SHORT_LOOP = 64, 24
-_GRAM = 4
-_SAME_CHARACTERS = 128
-_CHARACTER_RUN = re.compile(rf"(.)\1{{{_SAME_CHARACTERS - 1}}}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ def flags_of(completion: Completion, specials: Specials) -> list[str]:
         found.append(MASK_LEFT)
     if is_flooded(ids, specials.special):
         found.append(SPECIAL_FLOOD)
-    if has_loop(ids) or has_character_run(text):
+    if has_loop(ids) or has_character_run(text) or has_counting_loop(text):
         found.append(REPETITION)
     if completion.finish_reason == LENGTH:
         found.append(NO_STOP)
@@ -85,41 +81,4 @@ def is_flooded(ids: Sequence[int], special: frozenset[int]) -> bool:
         return False
     hits = np.fromiter((token in special for token in ids), bool, len(ids))
     count = int(hits.sum())
-    return count >= _MIN_SPECIAL and (2 * count >= len(ids) or _longest_run(hits) >= _MIN_SPECIAL)
-
-
-def has_loop(ids: Sequence[int]) -> bool:
-    """Whether a stretch of the tokens repeats itself, with any period up to 64."""
-    size = len(ids)
-    needed = max(min(_LONG_LOOP, -(-size // 2)), _SHORT_LOOP)
-    # A loop of that length over at least four periods repeats three quarters of its tokens, and nearly as many
-    # 4-grams. Counting them is 20 times cheaper than looking for every period, and rules out nearly every good output.
-    spare = needed - needed // _MIN_REPEATS - _GRAM
-    if size < needed or size - len(set(ids)) < spare:
-        return False
-    if size - len(set(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))) < spare:
-        return False
-    tokens = np.asarray(ids)
-    for period in range(1, min(_MAX_PERIOD, size // _MIN_REPEATS) + 1):
-        # A run of k matches at this distance is a stretch of k + period tokens.
-        if _longest_run(tokens[period:] == tokens[:-period]) + period >= max(needed, _MIN_REPEATS * period):
-            return True
-    return False
-
-
-def has_character_run(text: str) -> bool:
-    """Whether one character stands 128 times in a row, spaces and line ends included."""
-    half = _SAME_CHARACTERS // 2
-    # Such a run covers two neighbours among every 64th character: seldom equal, so the search is seldom made.
-    sample = text[::half]
-    if len(text) < _SAME_CHARACTERS or all(a != b for a, b in pairwise(sample)):
-        return False
-    return _CHARACTER_RUN.search(text) is not None
-
-
-def _longest_run(hits: np.ndarray[Any, Any]) -> int:
-    """Length of the longest stretch of True."""
-    ends = np.flatnonzero(~hits)
-    if not ends.size:
-        return int(hits.size)
-    return int(max(ends[0], (np.diff(ends) - 1).max(initial=0), hits.size - 1 - ends[-1]))
+    return count >= _MIN_SPECIAL and (2 * count >= len(ids) or longest_run(hits) >= _MIN_SPECIAL)

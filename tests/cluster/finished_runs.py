@@ -19,6 +19,18 @@ from specfold import Completion, DecodeStats
 START = 1_790_000_000
 SENTENCE = "Tom has 12 pens and buys 5 more. 12 + 5 = 17. The answer is 17."
 
+PREFLIGHT: dict[str, Any] = {
+    "rows_checked": 96, "rows_total": 96, "failed": 1, "failed_by_kind": {"too_long": 1},
+    "first_failed": {"too_long": {"row_id": 3, "error": "The prompt has 9,000 tokens, the model takes 4,096."}},
+    "repeated_ids": 0, "repeated_prompts": 2, "with_stop_token": 96,
+    "prompt_tokens": {
+        "least": 39, "median": 46, "mean": 48.4, "most": 79,
+        "bins": {"36": 9, "40": 32, "44": 55, "48": 40, "52": 30, "56": 14, "60": 9, "72": 2},
+    },
+    "outputs": 96, "parts": 12, "shard_rows": 8, "most_tokens_of_checked": 24_576, "most_bytes_of_checked": 137_280,
+    "memory_bytes": {"weights": 14_785_000, "token": 6_144, "logits": 3_276_800},
+}  # fmt: skip
+
 
 class FinishedRun:
     """A folder with ``num_shards`` parts of ``rows`` rows, decoded by two workers, the second with a pause."""
@@ -65,6 +77,7 @@ class FinishedRun:
         values["rows"] = {"total": total} | values["rows"]
         values |= {"state": state, "missing_shards": "", "updated": "2026-09-21T14:14:55Z", "sessions": [session]}
         values["history"] = [[t, t, int(max(t - 5, 0) * 100 + 90 * math.sin(t / 3))] for t in range(0, 96, 2)]
+        values["preflight"] = PREFLIGHT | {"rows_checked": total, "rows_total": total, "outputs": total}
         values |= changes
         write_summary(self.store, values)
         return values

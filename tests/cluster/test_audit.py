@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.driver.audit import MAX_DIVERGENCES, Audit, describe_audit, spread
+from cluster.driver.audit import MAX_DIVERGENCES, Audit, spread
 from cluster.driver.dispatch import Dispatcher
 from cluster.driver.ledger import Ledger, ListFeed, Work
 from cluster.errors import UserError
 from cluster.input.shards import RawShard
 from cluster.messages import AuditRecord, Divergence, Receipt, RowKey, ShardTask
+from cluster.output.told import describe_audit
 from cluster.worker.auditwork import compare, reference
 from cluster.worker.worker import Worker
 from specfold import Completion, DecodeConfig, DecodeStats

@@ -84,7 +84,8 @@ def test_the_command_gives_the_same_settings_again(tmp_path: Path) -> None:
     config = JobConfig(
         prompts=str(prompts), limit=7, delta=-1.0, mode="spiffy", stop=("-x", "a 'b' \"c\"", "d\ne"), num_samples=2,
         temperature=2.0, stop_token_ids=(3, 4), causal_context=False, deterministic=False, system_prompt="--delta 5",
-        output=str(tmp_path), overwrite=True, workers=3, push_to_hub="a/b",
+        output=str(tmp_path), overwrite=True, workers=3, push_to_hub="a/b", max_failed=0.5, audit=9, batch_size=3,
+        stall_timeout=12.0, quarantine=True,
     )  # fmt: skip
     config = resolve(config, "cpu", 16)
     command = reproduction(config, FOLDER).replace("python jobs/generate.py", "printf '%s\\0'")
@@ -94,6 +95,8 @@ def test_the_command_gives_the_same_settings_again(tmp_path: Path) -> None:
     assert again.identity() == config.identity()
     assert (again.prompts, again.limit, again.model) == (config.prompts, 7, config.model)
     assert (again.overwrite, again.workers, again.push_to_hub) == (False, None, None)
+    named = ("max_failed", "audit", "batch_size", "stall_timeout", "device")
+    assert [getattr(again, name) for name in named] == [0.5, 9, 3, 12.0, "cpu"]
 
 
 def test_a_hub_model_is_named_with_its_commit_and_a_url_without_its_password() -> None:

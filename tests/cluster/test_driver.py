@@ -108,8 +108,8 @@ def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys
     shown = capsys.readouterr().out
     assert "10 rows checked, 3 cannot be decoded." in shown
     assert "invalid_json: 2 rows, first row 1" in shown
-    assert "empty_prompt: 1 rows, first row 4" in shown
-    assert "1 rows repeat the id" in shown
+    assert "empty_prompt: 1 row, first row 4" in shown
+    assert "1 row repeats the id" in shown
     assert "10 outputs in 2 parts of 8 input rows" in shown
     assert "Unknown: no run" in shown
     assert not folder.output.exists()

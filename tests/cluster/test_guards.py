@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from itertools import cycle, islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.worker.guards import FLAGS, QUARANTINED, Specials, flags_of, has_character_run, has_loop
+from cluster.worker.guards import FLAGS, QUARANTINED, Specials, flags_of
+from cluster.worker.loops import has_character_run, has_counting_loop, has_loop
 from specfold import Completion, Engine, reference_models
 from specfold.checkpoint import load_tokenizer
 
@@ -67,7 +70,11 @@ def test_a_cut_output_alone_is_not_quarantined() -> None:
         (loop(6, 24), True),
         (loop(7, 27), False),  # fewer than four repeats
         (loop(64, 256), True),
-        (loop(65, 600), False),  # the period is too long: verses and tables may repeat like this
+        (loop(65, 190), False),  # a long passage twice: verses and tables may repeat like this
+        (loop(65, 195), True),
+        (list(range(900)) + loop(300, 900), True),
+        (list(range(900)) + loop(300, 1000)[:-50], True),  # cut in the middle of the passage
+        (list(range(900)) + loop(200, 600) + list(range(500, 900)), False),  # it went on to something else
         (WORDS + loop(5, 64) + WORDS * 2, True),
         (list(range(300)) + loop(5, 63), False),  # a short loop in a long output
         (list(range(300)) + loop(5, 64) + list(range(500, 800)), True),
@@ -82,6 +89,38 @@ def test_loops_are_found_by_length_and_repeats(ids: list[int], found: bool) -> N
 def test_a_long_loop_is_found_wherever_it_stands(part: list[int], before: list[int], after: list[int]) -> None:
     repeats = max(4, -(-64 // len(part)))
     assert has_loop(before + part * repeats + after)
+
+
+PROSE = "Tom has some pens and buys a few more. How many pens does he have now? We add them. " + " ".join(
+    f"word{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(120)
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "count", "found"),
+    [
+        ("Step {i}: add the numbers.\n", 12, True),
+        ("Step {i}: add the numbers.\n", 5, False),  # too few
+        ("We have {a} apples and eat 3, so {b} are left. ", 8, True),
+        ("    x[{i}] = compute(value, {i})\n", 12, True),
+        ("{i} + 1 = {a}\n", 40, False),  # a table of numbers
+        ("Row {i}: {square} apples and pears\n", 20, False),  # its numbers say something
+        ("Chapter {i}: the {word} comes home again.\n", 20, False),
+    ],
+)
+@pytest.mark.parametrize("head", ["", PROSE])
+def test_loops_with_a_counter_are_found(line: str, count: int, found: bool, head: str) -> None:
+    loop = "".join(
+        line.format(i=i, a=3 * i + 7, b=1000 - 5 * i, square=i * i, word=f"w{chr(97 + i)}") for i in range(3, 3 + count)
+    )
+    assert has_counting_loop(head + loop) is found
+    assert has_counting_loop(head + loop + PROSE * 3) is False  # a small part, and the output went on
+    assert (flags(WORDS, head + loop) == ["repetition"]) is found
+
+
+@given(st.text("ab 12.\n", max_size=400))
+def test_any_text_can_be_searched_for_counting_loops(text: str) -> None:
+    assert has_counting_loop(text) in (True, False)
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.sampled_from("a- \n"), st.integers(100, 160))
@@ -114,6 +153,27 @@ def test_specials_are_read_off_the_model(name: str) -> None:
     assert set(engine.stop_token_ids) <= specials.special
     assert engine.mask_token_id not in specials.special
     assert flags([*engine.stop_token_ids] * 20, "x", specials=specials)[0] == "special_flood"
+
+
+def answers(shared: Path) -> list[str]:
+    """Texts that people and a good model wrote, a sixth of those in the log."""
+    lines = [json.loads(line) for line in (shared / "data/gsm8k/test.jsonl").open()]
+    texts = [line["answer"] for line in lines]
+    for line in (shared / "data/mt_bench/reference_answer_gpt-4.jsonl").open():
+        texts += [turn for choice in json.loads(line)["choices"] for turn in choice["turns"]]
+    for line in (shared / "data/humaneval/HumanEval.jsonl").open():
+        texts += [json.loads(line)[name] for name in ("prompt", "canonical_solution")]
+    return texts
+
+
+def test_what_people_wrote_is_no_loop(shared: Path) -> None:
+    tokenizer = load_tokenizer(shared / "data/qwen2.5_tokenizer")
+    texts = answers(shared)
+    assert len(texts) > 1_600
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    specials = Specials.of(tokenizer, mask=151_665, stops=())
+    flagged = [text for text, tokens in zip(texts, ids, strict=True) if flags(tokens, text, specials=specials)]
+    assert flagged == []
 
 
 def test_guards_cost_microseconds() -> None:

@@ -98,6 +98,21 @@ def test_a_shard_without_a_good_row_has_a_part_all_the_same(folder: JobFolder) -
     assert look(folder, prompts).done == {0, 1, 2}
 
 
+def test_a_run_whose_every_row_is_in_quarantine_can_be_read(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(16, dict.fromkeys(range(16), BLANK))
+    with_worker(folder, prompts, run_all, quarantine=True)
+    assert look(folder, prompts).done == {0, 1}
+    # ``datasets`` knows no empty split that is downloaded; it reads one as a stream, with every column.
+    cache = str(folder.root / "cache")
+    empty = datasets.load_dataset(str(folder.output), streaming=True, split="train", cache_dir=cache)
+    assert list(empty) == []
+    assert empty.features["output_text"].dtype == "string"
+    files = str(folder.output / "quarantine" / "*.parquet")
+    aside = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
+    assert aside["row_id"][:] == list(range(16))
+    assert set(aside.features) == set(empty.features)
+
+
 def test_cut_outputs_stay_in_data(folder: JobFolder) -> None:
     with_worker(folder, folder.write_prompts(8), run_all, quarantine=True, max_new_tokens=3)
     assert folder.rows()["flags"].to_pylist() == [["no_stop"]] * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from cluster.output.summary import Tally
 from jobs.report import main
 from specfold import DecodeStats
 from tests.cluster.fake_engine import BLANK, LOOP, NAN
-from tests.cluster.finished_runs import START, FinishedRun
-from tests.cluster.jobs import JobFolder
+from tests.cluster.finished_runs import PREFLIGHT, START, FinishedRun
+from tests.cluster.jobs import JobFolder, prompt_ids
 
 PAYLOADS = [
     "<script>document.title='pwned'</script>",
@@ -36,6 +37,13 @@ PAYLOADS = [
     "{{ 7 * 7 }}{% include '/etc/passwd' %}",
     "</pre></main><a href=\"javascript:pwned()\">x</a>",
 ]  # fmt: skip
+
+
+AUDIT: dict[str, Any] = {
+    "asked": 2, "run_mode": "specfold", "audit_mode": "vanilla", "rows": 2, "identical": 1, "agreement": 0.5,
+    "tokens": 40, "tokens_before_divergence": 25, "error": None,
+    "divergences": [{"row_id": 4, "sample_id": 0, "position": 5, "run": 77, "audit": None, "reason": None}],
+}  # fmt: skip
 
 
 class Tags(HTMLParser):
@@ -50,6 +58,7 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        self.text += " " * (tag in ("th", "td"))  # cells stand apart
         self.attributes += attrs
 
     def handle_data(self, data: str) -> None:
@@ -84,17 +93,59 @@ def test_flagged_rows_are_counted_at_the_top_and_shown(finished: FinishedRun) ->
     assert "No output is flagged." not in shown
 
 
+def test_the_slowest_rows_are_the_slowest_of_all_parts(finished: FinishedRun) -> None:
+    finished.fill()  # row i takes 1 + i % 13 / 4 seconds
+    values = finished.summary()
+    assert [(row["row_id"], row["shard"]) for row in values["slowest_rows"]] == [
+        (12, 1), (25, 3), (38, 4), (51, 6), (64, 8), (77, 9), (90, 11), (11, 1), (24, 3), (37, 4),
+    ]  # fmt: skip
+    slow = page(finished).text.partition("Slowest rows")[2].partition("Slowest parts")[0].split()
+    assert slow[slow.index("worker") + 1 :][:4] == ["12", "4s", "1", "worker-1"]
+    assert slow.count("worker-1") + slow.count("worker-0") == 10
+
+
+def test_settings_are_flags_and_the_audit_is_in_words(finished: FinishedRun) -> None:
+    finished.fill()
+    shown = page(finished, audit=AUDIT).text
+    for name in ("chat-template-text", "draft-graph-text", "submitted", "audit_mode", "tokens_before_divergence"):
+        assert name not in shown
+    assert "max-failed" in shown
+    assert (
+        "Audit: 1 of 2 rows decoded with --mode vanilla are identical; 62.5% of the tokens come before a difference; "
+        "the first is in row 4 (sample 0) at token 5."
+    ) in shown
+    assert "the end" in shown
+
+
+@pytest.mark.parametrize(
+    ("counts", "tone", "sentence"),
+    [
+        ((1, 0, 0), "good", "The one row is there and none failed."),
+        ((9, 0, 1), "fair", "All 9 rows are there and none failed; 1 is in quarantine."),
+        ((9, 2, 3), "fair", "All 9 rows are there; 2 of them failed and 3 are in quarantine."),
+        ((9, 0, 9), "bad", "All 9 rows are there, and every one is in quarantine: data/ holds none."),
+    ],
+)
+def test_how_a_run_stands(counts: tuple[int, int, int], tone: str, sentence: str) -> None:
+    rows = dict(zip(("done", "failed", "quarantined"), counts, strict=True)) | {"total": counts[0]}
+    assert report.verdict({"rows": rows, "state": "done", "sessions": [{"exit_code": 0}]}) == (tone, sentence)
+
+
 def test_hostile_text_stays_text_wherever_it_comes_from(tmp_path: Path) -> None:
     run = FinishedRun(tmp_path / "out", num_shards=2, model=PAYLOADS[2], prompts=PAYLOADS[0], system_prompt=PAYLOADS[1])
     texts = dict(enumerate(PAYLOADS))
     run.add_part(0, texts, {7: (PAYLOADS[3], PAYLOADS[4])}, column=PAYLOADS[2])
     run.add_part(1, {8 + i: text for i, text in texts.items()}, {})
-    shown = page(run, flags={PAYLOADS[0]: 1}, missing_shards=PAYLOADS[1], audit={PAYLOADS[2]: PAYLOADS[3]})
+    first = {PAYLOADS[6]: {"row_id": 0, "error": PAYLOADS[5]}}
+    shown = page(
+        run, flags={PAYLOADS[0]: 1}, missing_shards=PAYLOADS[1], audit=AUDIT | {"error": PAYLOADS[3]},
+        preflight=PREFLIGHT | {"failed_by_kind": {PAYLOADS[6]: 1}, "first_failed": first},
+    )  # fmt: skip
     assert not shown.tags & {"script", "img", "iframe", "object", "embed", "form", "base"}
     assert not [name for name, _ in shown.attributes if name.startswith("on") or name in ("srcdoc", "autofocus")]
     links = [value or "" for name, value in shown.attributes if name in ("href", "src", "action", "xlink:href")]
     assert all(link.startswith("#") or link == "data:," for link in links)
-    for payload in (PAYLOADS[0], PAYLOADS[1], PAYLOADS[4]):
+    for payload in (PAYLOADS[0], PAYLOADS[1], *PAYLOADS[3:7]):
         assert payload in shown.text
     assert "http" not in "".join(value or "" for name, value in shown.attributes if name != "http-equiv")
 
@@ -126,7 +177,7 @@ def test_a_killed_run_gets_its_page_from_the_parts(finished: FinishedRun) -> Non
 
 
 def test_only_a_run_gets_a_page(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not the output of a run"):
         rebuild(Store(str(tmp_path)))
 
 
@@ -137,11 +188,15 @@ def test_the_page_is_made_anew_by_a_command(
     finished.summary()
     assert main([finished.store.url]) == 0
     assert capsys.readouterr().out == f"{finished.store.url}/report.html\n"
-    for args, sentence in (([], "usage: "), ([str(tmp_path / "nothing")], "error: "), ([str(tmp_path)], "error: ")):
+    for args, sentence in (
+        ([], "usage: "), ([""], "usage: "), ([str(tmp_path / "nothing")], "error: "), ([str(tmp_path)], "error: "),
+        ([f"{finished.store.url}/data"], "error: "),
+    ):  # fmt: skip
         assert main(args) == 2
         err = capsys.readouterr().err
         assert err.startswith(sentence)
         assert len(err.splitlines()) == 1
+        assert "--output" not in err
 
 
 def test_the_page_of_a_huge_run_is_small(tmp_path: Path) -> None:
@@ -167,7 +222,7 @@ def huge_tally(num_shards: int, num_workers: int) -> Tally:
             ShardRecord(
                 index, index * 256, 256, 1, "digest", "id", failed=kinds, finished={"stop": 255, "error": 1},
                 stats=stats, worker=f"worker-{index % num_workers}", started=started, ended=started + 50 + index % 9,
-                slowest_row=index * 256, slowest_row_s=index % 31, lengths={str(2 ** (index % 13)): 256},
+                slowest=[[index * 256, 0, index % 31]], lengths={str(2 ** (index % 13)): 256},
             ),
             fresh=True,
         )  # fmt: skip
@@ -261,19 +316,33 @@ def test_times_are_short(seconds: float, text: str) -> None:
 
 @pytest.mark.usefixtures("local_ray")
 def test_a_job_leaves_its_page(folder: JobFolder) -> None:
-    planted = {5: "not json", 7: NAN, 9: LOOP, 20: BLANK, 21: LOOP, 30: '{"id": "no prompt"}'}
+    twin = json.dumps({"prompt_token_ids": prompt_ids(3), "id": "twin", "n": 40})
+    planted = {40: twin, 5: "not json", 7: NAN, 9: LOOP, 20: BLANK, 21: LOOP, 30: '{"id": "no prompt"}'}
     prompts = folder.write_prompts(60, planted)
     assert folder.run(prompts, shard_rows=8, quarantine=True, audit=4) == 0
     shown = Tags((folder.output / "report.html").read_text()).text
-    assert "All 60 rows are there; 3 of them failed." in shown
+    assert "All 60 rows are there; 3 of them failed and 3 are in quarantine." in shown
+    assert "prompts that repeat an earlier one: 1" in shown
     assert "invalid_json 1, missing_prompt 1, nan_logits 1" in shown
     assert "repetition 2, empty 1; 3 rows in quarantine" in shown
     for row in (5, 7, 30):
         assert f"Row {row}, error" in shown
     for row in (9, 20, 21):
         assert f"Row {row}, stop" in shown
-    assert "Rows decoded again without drafts" in shown
+    assert "Audit: 4 of 4 rows decoded with --mode vanilla are identical." in shown
+    assert "audit_mode" not in shown
+    assert "Repeat the prompt of an earlier row" in shown
+    assert "Prompt lengths" in shown
     assert not folder.leftovers
     values = folder.summary()
     assert values["history"][-1][1:] == [60, values["output_tokens"]]
     assert sum(values["output_lengths"].values()) == 57
+    found = values["preflight"]
+    assert (found["failed_by_kind"], found["repeated_prompts"], found["repeated_ids"]) == (
+        {"invalid_json": 1, "missing_prompt": 1}, 1, 0,
+    )  # fmt: skip
+    # What only a driver can know stays when the page is made anew.
+    rebuild(Store(str(folder.output)))
+    again = Tags((folder.output / "report.html").read_text()).text
+    assert "prompts that repeat an earlier one: 1" in again
+    assert "Audit: 4 of 4 rows" in again

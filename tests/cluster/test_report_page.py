@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from cluster.output.report import Report
-from tests.cluster.finished_runs import FinishedRun
+from tests.cluster.finished_runs import PREFLIGHT, FinishedRun
+from tests.cluster.test_report import AUDIT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -34,7 +35,7 @@ HOSTILE = [
     "unbroken" * 150,
     "\u202etxet desrever \u0301\u0301\u0301\u0301 \x00 \x1b[31m",
 ]  # fmt: skip
-CHARTS = ["throughput", "workers", "acceptance", "folding", "runs", "forwards", "lengths", "finish"]
+CHARTS = ["throughput", "workers", "acceptance", "folding", "runs", "forwards", "lengths", "finish", "prompts"]
 POLICY = "Content-Security-Policy"
 
 
@@ -57,12 +58,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     good.fill(
         errors={3: ("too_long", "The prompt has 9,000 tokens, the model takes 4,096."), 70: ("nan_logits", "NaN.")}
     )
-    Report(good.store, good.tally).write(good.summary())
+    Report(good.store, good.tally).write(good.summary(audit=AUDIT))
     bad = FinishedRun(root / "bad", num_shards=3, model=HOSTILE[1], prompts=HOSTILE[2], system_prompt=HOSTILE[0])
     for index in range(3):
         texts = {index * 8 + i: text for i, text in enumerate(HOSTILE[index * 3 :][:8])}
         bad.add_part(index, texts, {index * 8 + 2: (HOSTILE[3], HOSTILE[index])}, column=HOSTILE[index])
-    Report(bad.store, bad.tally).write(bad.summary(flags={HOSTILE[8]: 3}, audit={HOSTILE[0]: HOSTILE[1]}))
+    first = {HOSTILE[8]: {"row_id": 0, "error": HOSTILE[4]}}
+    Report(bad.store, bad.tally).write(
+        bad.summary(
+            flags={HOSTILE[8]: 3}, audit=AUDIT | {"error": HOSTILE[1]},
+            preflight=PREFLIGHT | {"failed_by_kind": {HOSTILE[8]: 1}, "first_failed": first},
+        )
+    )  # fmt: skip
     naked = root / "naked.html"
     naked.write_text((root / "bad/report.html").read_text().replace(POLICY, "x-none"))
     return {"good": root / "good/report.html", "bad": root / "bad/report.html", "naked": naked}

@@ -85,7 +85,7 @@ def test_a_part_is_read_back_with_its_record(tmp_path: Path) -> None:
     assert (tmp_path / "stats" / "shard-0000012.json").read_bytes() == record(table, 12).to_json()
     found = read_record(store, 12)
     assert (found.failed, found.finished) == ({"too_long": 1}, {"error": 1, "stop": 4})
-    assert (found.slowest_row, found.slowest_row_s) == (4, 2.0)
+    assert found.slowest[0] == [4, 0, 2.0]
 
 
 def test_pages_carry_checksums(tmp_path: Path) -> None:

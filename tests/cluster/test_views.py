@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from cluster.driver.check import RowCheck, check_rows, rows_to_check
-from cluster.driver.job import ranges, worker_count
+from cluster.driver.job import ranges
+from cluster.driver.places import worker_count
 from cluster.driver.progress import BarView, LineView, Pace, Snapshot, WarmUp, describe, open_view
 from cluster.input.schema import carried_schema
 from cluster.input.source import open_input
@@ -94,7 +95,7 @@ def record(index: int, worker: str, tokens: int, seconds: float, failed: int = 0
     return ShardRecord(
         index, index * 10, 10, 1, "digest", "id", failed={"too_long": failed} if failed else {},
         finished={"stop": 10 - failed, "error": failed}, stats=stats, worker=worker, started=100.0,
-        ended=100.0 + seconds, slowest_row=index, slowest_row_s=seconds, busy_s=busy_s, idle_s=busy_s / 4,
+        ended=100.0 + seconds, slowest=[[index, 0, seconds]], busy_s=busy_s, idle_s=busy_s / 4,
     )  # fmt: skip
 
 
@@ -149,8 +150,8 @@ def test_the_check_counts_by_kind_and_warns_of_repeats(folder: JobFolder) -> Non
     assert lines[0] == "30 rows checked, 3 cannot be decoded."
     assert lines[1].startswith("  invalid_json: 2 rows, first row 4: ")
     assert found.warnings == [
-        "Warning: 1 rows repeat the id of an earlier row; all are run.",
-        "Warning: 1 rows repeat the prompt of an earlier row; all are run.",
+        "Warning: 1 row repeats the id of an earlier row; all are run.",
+        "Warning: 1 row repeats the prompt of an earlier row; all are run.",
     ]
     assert found.first_problem().startswith("row 4: ")
 

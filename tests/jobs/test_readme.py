@@ -6,18 +6,15 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from cluster.config import JobConfig
+from cluster.config import flag_fields
 from cluster.evaluation.settings import EvaluationConfig
-from jobs.cli import job_flags
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
 
 def test_every_flag_is_in_the_table() -> None:
     rows = dict(re.findall(r"^\| `--([a-z-]+)` \| (.*?) \|", README, flags=re.MULTILINE))
-    known = {*job_flags(), *(f.name for f in fields(EvaluationConfig))}
-    both = (*fields(JobConfig), *fields(EvaluationConfig))
-    flags = {f.name.replace("_", "-"): f.default for f in both if f.name in known}
+    flags = {f.name.replace("_", "-"): f.default for f in (*flag_fields(), *fields(EvaluationConfig))}
     assert set(rows) == set(flags) | {"config"}
     for name, default in flags.items():
         if isinstance(default, int | float) and not isinstance(default, bool):
@@ -30,6 +27,6 @@ def test_the_two_commands_open_the_readme() -> None:
 
 
 def test_no_flag_is_mentioned_that_does_not_exist() -> None:
-    both = (*fields(JobConfig), *fields(EvaluationConfig))
+    both = (*flag_fields(), *fields(EvaluationConfig))
     flags = {f"--{f.name.replace('_', '-')}" for f in both} | {"--config", "--working-dir"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= flags

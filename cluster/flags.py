@@ -1,0 +1,52 @@
+"""How a setting is written as a flag of the command: its name, its group in the help, how its value is read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter, Token
+
+from specfold.config import DecodeConfig
+
+
+def _whole(hint: Any, tokens: tuple[Token, ...]) -> int:
+    """Read a whole number; the parser's own rule would round 1.5 to 2 without a word."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"it must be a whole number, not {tokens[0].value!r}.") from None
+
+
+def _not_empty(hint: Any, tokens: tuple[Token, ...]) -> str:
+    """Refuse an empty text, which a shell makes of a variable that is not set: it must not pass for the default."""
+    if not tokens[0].value.strip():
+        raise ValueError("it must not be empty.")
+    return tokens[0].value
+
+
+def _group(name: str, order: int) -> Group:
+    return Group(name, sort_key=order)
+
+
+MODEL, INPUT, PROMPT = _group("Model", 1), _group("Input and output", 2), _group("Prompts", 3)
+DECODING, SAMPLING, RUNNING = _group("Decoding", 4), _group("Sampling", 5), _group("Running", 6)
+
+Int = Annotated[int, Parameter(converter=_whole, negative=())]
+Text = Annotated[str, Parameter(converter=_not_empty)]
+Flag = Parameter(negative=())
+HIDDEN = Parameter(parse=False, show=False)
+"""Marks a setting that is no flag."""
+
+
+def flag(name: str) -> str:
+    """``max_failed`` -> ``--max-failed``."""
+    return "--" + name.replace("_", "-")
+
+
+def as_flags(message: str) -> str:
+    """The engine's sentence with its settings written as flags."""
+    names = [f.name for f in fields(DecodeConfig)]
+    pattern = "|".join(f"^{name}\\b" if "_" not in name else f"\\b{name}\\b" for name in names)
+    return re.sub(pattern, lambda match: flag(match[0]), message)
