@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 from cluster.config import JobConfig
+from jobs.calibrate import calibrate
 from jobs.cli import _is_hidden
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
@@ -27,5 +29,6 @@ def test_the_two_commands_open_the_readme() -> None:
 
 
 def test_no_flag_is_mentioned_that_does_not_exist() -> None:
-    flags = {f"--{f.name.replace('_', '-')}" for f in fields(JobConfig)} | {"--config", "--working-dir"}
+    names = {f.name for f in fields(JobConfig)} | set(signature(calibrate).parameters) | {"working_dir"}
+    flags = {f"--{name.replace('_', '-')}" for name in names}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= flags
