@@ -69,7 +69,7 @@ def profile(
     answer_column
         Input column with the number that an answer should end with, for accuracy.
     repeats
-        Runs of each setting; the median time counts.
+        Runs of each setting; the median time counts. With one, the plots show no speed.
     """
     config = config or ToolConfig()
     counts = draft_counts or tuple(n for n in (1, 2, 4, 6, 8, 12, 16) if n <= config.drafts)
@@ -97,14 +97,14 @@ def profile(
     by_delta = sweep_delta(engine, questions, decode, deltas, batch, repeats)
     by_drafts = sweep_drafts(engine, questions, decode, sorted(counts), batch, repeats)
 
-    for name, records, plot in (
-        ("residuals", shares, plot_shares),
-        ("ripple", ripple, plot_ripple),
-        ("delta", by_delta, plot_delta),
-        ("drafts", by_drafts, plot_drafts),
-    ):
+    tables = {"residuals": shares, "ripple": ripple, "delta": by_delta, "drafts": by_drafts}
+    for name, records in tables.items():
         pq.write_table(pa.Table.from_pylist(records), save / f"{name}.parquet")
-        plot(records, save / f"{name}.png")
+    plot_shares(shares, save / "residuals.png")
+    plot_ripple(ripple, save / "ripple.png")
+    # A single run's time says little, so it is in the table alone.
+    plot_delta(by_delta, save / "delta.png", timed=repeats > 1)
+    plot_drafts(by_drafts, save / "drafts.png", timed=repeats > 1)
     summary: dict[str, Any] = {
         "model": model.name,
         "rows": len(questions),

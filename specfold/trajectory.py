@@ -83,14 +83,14 @@ def record_trajectories(
     plain = replace(config, mode="vanilla", draft_graph=None)
     watched = Engine(engine.model, engine.info, engine.tokenizer, "torch")
     recorder = _Recorder(lookahead)
-    stats = DecodeStats()
-    problem = "there is none"
+    stats, decoded, problem = DecodeStats(), 0, "there is none"
     for completion in watched.stream(iter(requests), plain, batch_size, recorder):
         if completion.finish_reason == ERROR:
             problem = str(completion.error)
         else:
+            decoded += 1
             stats.add(completion.stats)
-    if not recorder.blocks:
+    if not decoded:
         raise ConfigError(f"no prompt could be decoded to record from: {problem.rstrip('.')}.")
     return Trajectories(tuple(recorder.blocks), stats)
 

@@ -58,7 +58,7 @@ def calibrate_job(config: JobConfig, model: ModelRef, engine_factory: str, raw: 
     found = record_rows(engine, config, rows)
     origin = graph_origin(config, model, len(rows), "forwards", found)
     graph = calibrated_graph(found, config.drafts, "forwards", origin)
-    plain, ours = found.forwards(), found.forwards(frozenset(graph.formulas))
+    plain, ours = max(found.forwards(), 1), found.forwards(frozenset(graph.formulas))
     default = found.forwards(frozenset(default_graph(config.drafts).formulas))
     line = (
         f"Calibrated a draft graph on {len(rows):,} rows in {time.monotonic() - started:.0f} s: {config.drafts} drafts "

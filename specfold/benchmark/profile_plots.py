@@ -62,24 +62,25 @@ def plot_ripple(ripple: Records, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def plot_delta(records: Records, path: Path) -> None:
-    """Quality, folding and forwards over delta, for both FFN gates; Spiffy and vanilla as lines."""
+def plot_delta(records: Records, path: Path, timed: bool = True) -> None:
+    """Quality, folding and forwards over delta, for both FFN gates; Spiffy and vanilla as lines; ``timed``: speed."""
     names = [
         ("agreement", "rows like vanilla's"), ("accuracy", "accuracy"), ("fold_rate", "folded share"),
         ("forwards_per_token", "forwards a token"), ("qkv_rows_per_token", "QKV rows a token"),
         ("speed", "speed over vanilla"),
     ]  # fmt: skip
     names = [(name, title) for name, title in names if records[0][name] is not None or name == "fold_rate"]
+    names = names if timed else names[:-1]
     _sweep(records, path, "delta", names, ("ffn_gate",))
 
 
-def plot_drafts(records: Records, path: Path) -> None:
+def plot_drafts(records: Records, path: Path, timed: bool = True) -> None:
     """What each number of drafts brings and costs, as a graph of that size and pruned from the largest."""
     names = [
         ("accepted_per_forward", "accepted a forward"), ("forwards_per_token", "forwards a token"),
         ("qkv_rows_per_token", "QKV rows a token"), ("speed", "speed over vanilla"),
     ]  # fmt: skip
-    _sweep(records, path, "drafts", names, ("mode", "pruned_from"))
+    _sweep(records, path, "drafts", names if timed else names[:-1], ("mode", "pruned_from"))
 
 
 def _sweep(records: Records, path: Path, over: str, names: list[tuple[str, str]], by: tuple[str, ...]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 from cluster.config import flag_fields
 from cluster.evaluation.settings import EvaluationConfig
+from jobs.calibrate import calibrate
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
@@ -27,6 +29,6 @@ def test_the_two_commands_open_the_readme() -> None:
 
 
 def test_no_flag_is_mentioned_that_does_not_exist() -> None:
-    both = (*flag_fields(), *fields(EvaluationConfig))
-    flags = {f"--{f.name.replace('_', '-')}" for f in both} | {"--config", "--working-dir"}
+    names = {f.name for f in (*flag_fields(), *fields(EvaluationConfig))} | set(signature(calibrate).parameters)
+    flags = {f"--{name.replace('_', '-')}" for name in names | {"config", "working_dir"}}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= flags

@@ -22,7 +22,7 @@ from tests.specfold.random_models import FAMILY_NAMES, MASK, random_engine
 from tests.specfold.test_properties import graphs, sampling
 
 PROMPTS = Path(__file__).resolve().parents[2] / "jobs" / "prompts.jsonl"
-few = settings(max_examples=20, deadline=None, derandomize=True)
+few = settings(max_examples=12, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -42,31 +42,27 @@ def test_traces_tell_the_forwards_of_any_graph(family: str, data: st.DataObject)
     assert found.forwards(frozenset(graph.formulas)) == sum(c.stats.num_forwards for c in done)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_under_a_threshold_sets_are_learnt_and_save_forwards(family: str) -> None:
-    engine = random_engine(family, 1)
-    rows = [Request([(5 * i + n) % MASK for i in range(n)], row_id=n) for n in range(2, 26)]
-    config = DecodeConfig(mode="spiffy", drafts=8, threshold=0.3, small_block_size=8, max_new_tokens=30)
+def test_under_a_threshold_sets_are_learnt_and_save_what_chains_cannot() -> None:
+    """A sure model fills whole groups of 8 at a time, which no chain of single tokens foresees."""
+    engine = Engine.from_pretrained(reference_models.path("fast_dllm_v2"))
+    rows = [Request(q.prompt_ids, row_id=i) for i, q in enumerate(read_questions(engine, PROMPTS, 6))]
+    config = DecodeConfig(mode="spiffy", drafts=8, threshold=0.9, max_new_tokens=64)
     found = record_trajectories(engine, rows, config)
-    graph = calibrated_graph(found, 8, "forwards", {"data": "random"})
-    steps = {len(f) - max((len(graph.formulas[p]) for p in graph.parents[n]), default=0)
-             for n, f in enumerate(graph.formulas)}  # fmt: skip
-    assert max(steps) > 1, "no node of several tokens a step"
-    plain = {c.row_id: c for c in engine.stream(iter(rows), replace(config, mode="vanilla"), 8)}
+    graph = calibrated_graph(found, 8, "forwards", {"data": "bundled"})
+    assert len(max(graph.formulas, key=len)) == 8
     calibrated = replace(config, draft_graph=json.dumps(graph.to_json()))
-    fast = {c.row_id: c for c in engine.stream(iter(rows), calibrated, 8)}
-    assert {i: c.token_ids for i, c in fast.items()} == {i: c.token_ids for i, c in plain.items()}
-    default = sum(c.stats.num_forwards for c in engine.stream(iter(rows), config, 8))
-    assert sum(c.stats.num_forwards for c in fast.values()) < min(default, found.forwards())
+    done = list(engine.stream(iter(rows), calibrated, 6))
+    assert sum(c.stats.num_forwards for c in done) == found.forwards(frozenset(graph.formulas))
+    assert found.forwards(frozenset(graph.formulas)) < 0.8 * found.forwards(frozenset(default_graph(8).formulas))
 
 
 @cache
 def bundled(family: str) -> tuple[Trajectories, Trajectories]:
     """What a bundled model does on prompts to learn from, and on others."""
     engine = Engine.from_pretrained(reference_models.path(family))
-    requests = [Request(q.prompt_ids, row_id=i) for i, q in enumerate(read_questions(engine, PROMPTS, 20))]
+    requests = [Request(q.prompt_ids, row_id=i) for i, q in enumerate(read_questions(engine, PROMPTS, 30))]
     config = DecodeConfig(max_new_tokens=64)
-    fit, held_out = (record_trajectories(engine, part, config, 10) for part in (requests[:10], requests[10:]))
+    fit, held_out = (record_trajectories(engine, part, config, 10) for part in (requests[:20], requests[20:]))
     return fit, held_out
 
 
