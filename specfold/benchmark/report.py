@@ -97,13 +97,17 @@ def plot_steps(report: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(len(shapes), len(batches), squeeze=False)
     for i, shape in enumerate(shapes):
         for j, batch in enumerate(batches):
-            _plot_panel(panels[i][j], [r for r in records if r["shape"] == shape and r["batch_size"] == batch])
+            here = [r for r in records if r["shape"] == shape and r["batch_size"] == batch]
+            panels[i][j].set_visible(bool(here))
+            _plot_panel(panels[i][j], here)
             panels[i][j].set_title(f"{shape}, {batch} rows" if batch > 1 else f"{shape}, 1 row", fontsize=9)
     panels[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 
 def _plot_panel(panel: Any, records: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import MultipleLocator
+
     plain = [r for r in records if not r["drafts"]]
     for label, marker, chosen in (
         ("dense", "o", [r for r in records if r["drafts"] and r["fold_share"] is None]),
@@ -114,6 +118,8 @@ def _plot_panel(panel: Any, records: list[dict[str, Any]]) -> None:
     if records:
         panel.axhline(records[0]["floor_ms"], linestyle="--", color="grey", label="weights read once")
     panel.set_ylim(bottom=0)
+    panel.set_xlim(-0.5, max((r["drafts"] for r in records), default=0) + 0.5)
+    panel.xaxis.set_major_locator(MultipleLocator(2))
     panel.set_xlabel("drafts", fontsize=8)
     panel.set_ylabel("step, ms", fontsize=8)
 
