@@ -14,6 +14,7 @@ from cluster.driver.signals import Interrupted, StopSignals
 from cluster.errors import UserError
 from cluster.evaluation.comparison import TaskResult, VariantResult, compare, score
 from cluster.evaluation.gradebook import Gradebook
+from cluster.evaluation.plot import PLOT, can_plot, comparison_png
 from cluster.evaluation.results import PAGE, RESULTS, results_json, write_samples
 from cluster.evaluation.runs import Plan, PlannedRun, decode, make_plan
 from cluster.evaluation.settings import EvaluationConfig
@@ -79,7 +80,11 @@ class Evaluation:
                 self._console.print(table)
             for line in sentences(result):
                 self._say(line)
-        for name in (PAGE, RESULTS):
+        names = [PAGE, RESULTS]
+        if len(plan.variants) > 1 and can_plot():
+            plan.store.write(PLOT, comparison_png(results))
+            names.append(PLOT)
+        for name in names:
             self._say(f"Written: {plan.store.path(name)}")
 
     def _say(self, line: str) -> None:

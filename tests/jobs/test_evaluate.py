@@ -161,6 +161,7 @@ def test_the_table_says_whether_it_is_free(folder: Folder, printed: str) -> None
         assert costs[name]["forwards"] == sum(row["num_forwards"] for row in folder.rows(variant))
         assert costs[name]["tokens_per_second"] > 0
     assert costs["sums:specfold:0.1"]["forwards"] < 0.6 * costs["sums:vanilla"]["forwards"]
+    assert (folder.output / "comparison.png").read_bytes().startswith(b"\x89PNG")
     page = (folder.output / "comparison.md").read_text()
     assert "| specfold:0.1 | 87.5% (" in page
     assert "no difference beyond chance (p = 1.000), 0 questions lost and 0 won; 0." in page
