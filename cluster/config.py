@@ -10,7 +10,7 @@ import hashlib
 import re
 from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit, urlunsplit
 
 from cyclopts import Parameter
@@ -280,7 +280,7 @@ def default_shard_rows(num_rows: int | None) -> int:
 
 def flag_fields() -> list[Field[Any]]:
     """The settings that are flags; the others only the command itself can know."""
-    return [f for f in fields(JobConfig) if "HIDDEN" not in str(f.type)]
+    return [f for f in fields(JobConfig) if HIDDEN not in get_args(f.type)]
 
 
 def without_secrets(url: str) -> str:

@@ -130,12 +130,15 @@ def test_an_output_that_becomes_read_only_loses_nothing(folder: JobFolder, small
 
 
 @pytest.mark.timeout(900)  # it ends in half a minute; a machine that does other work as well takes longer
-def test_twenty_kills_at_random_moments_in_one_run_change_nothing(folder: JobFolder) -> None:
+def test_kills_at_random_moments_in_one_run_change_nothing(folder: JobFolder, request: pytest.FixtureRequest) -> None:
+    """Five; twenty with ``--fault-minutes`` of one and more, which takes minutes."""
+    kills = 20 if request.config.getoption("--fault-minutes") >= 1 else 5
+    rows = 200 * kills
     chance = random.Random(20)
     killed: list[int] = []
 
     def kill_when_it_works(done: threading.Event) -> None:
-        while len(killed) < 20 and not done.is_set():
+        while len(killed) < kills and not done.is_set():
             # A worker that never finished a row is the other test's matter: three such deaths set its place aside.
             working = [pid for pid in worker_pids() if pid not in killed and rows_finished(pid)]
             if working:
@@ -149,16 +152,16 @@ def test_twenty_kills_at_random_moments_in_one_run_change_nothing(folder: JobFol
     killer = threading.Thread(target=kill_when_it_works, args=(done,))
     killer.start()
     try:
-        assert folder.run(folder.write_prompts(4000), engine="counting", shard_rows=10, workers=2) == 0
+        assert folder.run(folder.write_prompts(rows), engine="counting", shard_rows=10, workers=2) == 0
     finally:
         done.set()
         killer.join()
-    assert len(killed) == 20
-    assert_undisturbed(folder, 4000)
+    assert len(killed) == kills
+    assert_undisturbed(folder, rows)
     assert folder.summary()["rows"]["failed"] == 0
-    assert folder.decoded - 4000 <= 20 * 4 * 10  # four open shards a worker
+    assert folder.decoded - rows <= kills * 4 * 10  # four open shards a worker
     assert not folder.leftovers
-    print(f"20 kills, {folder.decoded - 4000} of 4000 rows decoded again")
+    print(f"{kills} kills, {folder.decoded - rows} of {rows} rows decoded again")
 
 
 def test_workers_that_run_out_of_memory_decode_fewer_rows_at_a_time(
