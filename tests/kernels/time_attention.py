@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -29,6 +28,7 @@ from kernels.fused.layout import DENOISE, Branches, RowMap
 from kernels.fused.prefix_attention import prefix_attention
 from kernels.fused.prefix_state import PLANS, AttentionPlan, PrefixState
 from specfold.backends.fused_forward import SPLIT_ROWS
+from tests.kernels.gpu_timing import replay_us
 
 HEADS = {"1.5B": (12, 2), "8B": (32, 8)}
 """Query and key/value heads by model, of 128 each."""
@@ -161,24 +161,6 @@ class Bench:
         for layer in range(self.layers):
             for operation in operations:
                 operation(layer)
-
-
-def replay_us(run: Callable[[], None]) -> float:
-    """Median time of a graph that holds one run."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return median(times[2:])
 
 
 def measure(bench: Bench, case: Case, variant: Variant, want: torch.Tensor | None, cold: bool) -> Record:

@@ -13,18 +13,18 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 import torch
 
 from kernels.fused import gate, residual
 from kernels.fused.layout import DENOISE, Addend, Branches, Parts, RowMap
+from tests.kernels.gpu_timing import replay_us
 
 BF16 = torch.bfloat16
 BLOCK, LAUNCHES, DELTA = 32, 20, 0.1
@@ -145,7 +145,7 @@ class Bench:
                 x.zero_()
 
 
-def replay_us(bench: Bench) -> float:
+def launch_us(bench: Bench) -> float:
     """Median time of a launch. The maps are cleared before every group of launches that fills each once."""
 
     def run() -> None:
@@ -157,24 +157,7 @@ def replay_us(bench: Bench) -> float:
         for _ in range(LAUNCHES // len(bench.layers)):
             bench.clear()
 
-    return (_graph_us(run) - _graph_us(only_clear)) / LAUNCHES
-
-
-def _graph_us(run: Callable[[], None]) -> float:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return median(times[2:])
+    return (replay_us(run) - replay_us(only_clear)) / LAUNCHES
 
 
 def compile_one(job: tuple[Case, Variant]) -> None:
@@ -205,7 +188,7 @@ def main() -> None:
         bench, times = Bench(case), {}
         for variant in VARIANTS:
             with constants(variant):
-                times[variant.name] = replay_us(bench)
+                times[variant.name] = launch_us(bench)
         kept = int(bench.layers[0][3].count_1)
         print(f"{case.name}, {kept} rows: " + ", ".join(f"{name} {us:.1f}" for name, us in times.items()), flush=True)
         records.append({**asdict(case), "rows": kept, "us": times})

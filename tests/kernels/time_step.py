@@ -35,7 +35,8 @@ from specfold.backends.fused_step import FusedStep, empty_head_rows, empty_predi
 from specfold.benchmark.forward_cost import kept_state, measure_step, ready_step
 from specfold.benchmark.shapes import PEAK_BYTES_PER_S, SHAPES, random_engine
 from specfold.engine import Engine
-from tests.kernels.tune_linear import cublas_all, replay_us
+from tests.kernels.gpu_timing import replay_us
+from tests.kernels.tune_linear import cublas_all
 
 BF16 = torch.bfloat16
 PROFILED_STEPS = 5

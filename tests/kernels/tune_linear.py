@@ -15,12 +15,11 @@ import itertools
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from kernels.fused.layout import Parts
 from kernels.fused.linear import project_rows
 from kernels.fused.linear_plan import FULL, HALF, NUM_SMS, PARALLEL_ROWS, SIDE_BY_SIDE_ROWS, Plan, num_splits, plan
+from tests.kernels.gpu_timing import replay_us
 
 SHAPES = {
     "1.5B": {"gate_up": (8960, 1536), "down": (1536, 8960), "qkv": (2048, 1536), "o": (1536, 1536)},
@@ -167,24 +167,6 @@ def changed_bits(candidate: Candidate) -> list[str]:
             if not torch.equal(got.total(slice(rows)), want.total(slice(rows))):
                 found.append(f"{N}x{K} rows {rows} of {room}")
     return found
-
-
-def replay_us(run: Callable[[], None]) -> float:
-    """Median time of a graph that holds one run, in microseconds."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return median(times[2:])
 
 
 def split_choices(candidate: Candidate, N: int, K: int, room: int) -> list[int]:
