@@ -168,7 +168,8 @@ def test_workers_that_run_out_of_memory_decode_fewer_rows_at_a_time(
     folder: JobFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert folder.run(folder.write_prompts(40), engine="hungry", shard_rows=10, batch_size=8) == 0
-    assert "worker-0 ran out of memory and now decodes 2 rows at a time." in capsys.readouterr().out
+    out = capsys.readouterr().out  # whichever worker came first, and the other one if rows were left for it
+    assert re.search(r"worker-[01] ran out of memory and now decodes 2 rows at a time\.", out), out
     assert_undisturbed(folder, 40)
 
 
