@@ -40,7 +40,7 @@ def _plot_task(panel: Any, result: TaskResult) -> None:
     first = result.first.cost.forwards
     cost = [100 * variant.cost.forwards / first for variant in result.variants]
     panel.plot(range(len(labels)), cost, "s--", color="grey", label="forwards, of the first one's")
-    panel.set_xticks(range(len(labels)), labels)
+    panel.set_xticks(range(len(labels)), labels, rotation=20)
     panel.set_ylim(0, 105)
     panel.set_ylabel("%")
     panel.set_title(f"{result.name}, {len(result.first.graded.answers):,} outputs, 95% intervals", fontsize=10)
