@@ -160,7 +160,7 @@ def _read_yaml(file: Path, known: Collection[str]) -> dict[str, Any]:
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise UserError(f"--config {file} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, or 2020-13-45: ValueError
         raise UserError(f"--config {file} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise UserError(f"--config {file} must hold flags as keys, one a line, such as delta: 0.1.")

@@ -60,6 +60,7 @@ def _judge_all(name: str, jobs: Sequence[tuple[Reference, str]], count: int) -> 
     """Judgements in the order of the jobs."""
     waiting = deque(range(len(jobs)))
     done: dict[int, Judgement] = {}
+    crashed: set[int] = set()
     workers: list[_Worker] = []
     try:
         workers = [_Worker(name) for _ in range(count)]
@@ -70,11 +71,27 @@ def _judge_all(name: str, jobs: Sequence[tuple[Reference, str]], count: int) -> 
                         worker.give(waiting[0], *jobs[waiting.popleft()])
                 _await_any(workers)
                 for worker in workers:
-                    done |= worker.collect(jobs)
+                    try:
+                        done |= worker.collect(jobs)
+                    except _Crashed as lost:
+                        # Somebody may have killed the process, for want of memory say: once is nobody's fault.
+                        if lost.job in crashed:
+                            done[lost.job] = graderwork.failed(GRADERS[name], jobs[lost.job][0], "The grader crashed.")
+                        else:
+                            waiting.appendleft(lost.job)
+                        crashed.add(lost.job)
             yield done.pop(index)
     finally:
         for worker in workers:
             worker.stop()
+
+
+class _Crashed(Exception):
+    """A grading process died over its job."""
+
+    def __init__(self, job: int) -> None:
+        super().__init__(job)
+        self.job = job
 
 
 class _Worker:
@@ -109,16 +126,21 @@ class _Worker:
             self.connection.send((reference, text))
 
     def collect(self, jobs: Sequence[tuple[Reference, str]]) -> dict[int, Judgement]:
-        """The judgement of its job, if there is one by now or cannot be one any more."""
+        """The judgement of its job, if there is one by now or cannot be one any more. Raises ``_Crashed``."""
         if self.is_idle:
             return {}
         try:
             if self.connection.poll():
                 return self._received(self.connection.recv())
         except (EOFError, OSError):
-            return self._lost(jobs, "The grader crashed.")
+            job = self._restart()
+            if job is not None:
+                raise _Crashed(job) from None
+            return {}
         if time.monotonic() > self.deadline:
-            return self._lost(jobs, f"The grader was not done after {self._kind.timeout_s:g} seconds.")
+            problem = f"The grader was not done after {self._kind.timeout_s:g} seconds."
+            job = self._restart()
+            return {} if job is None else {job: graderwork.failed(self._kind, jobs[job][0], problem)}
         return {}
 
     def _received(self, answer: Any) -> dict[int, Judgement]:
@@ -131,13 +153,14 @@ class _Worker:
         assert job is not None
         return {job: answer}
 
-    def _lost(self, jobs: Sequence[tuple[Reference, str]], problem: str) -> dict[int, Judgement]:
+    def _restart(self) -> int | None:
+        """A new process; the job that the old one had."""
         if not self._is_ready:
             raise UserError("A grading process did not start; its error is above.", exit_code=1)
         job = self._job
         self.stop()
         self._start()
-        return {} if job is None else {job: graderwork.failed(self._kind, jobs[job][0], problem)}
+        return job
 
     def stop(self) -> None:
         self._process.kill()

@@ -90,7 +90,7 @@ def compiled(name: str, key: str, compile: Callable[[jinja2.Environment], Any]) 
     try:
         return compile(environment)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"{key} of the task {name} is not valid Jinja2: {error}.") from None
+        raise UserError(f"{key} of the task {name} is not valid Jinja2: {str(error).rstrip('.')}.") from None
 
 
 def evaluated(name: str, key: str, evaluate: Callable[[], Any]) -> Any:

@@ -107,7 +107,7 @@ def parse_task_file(text: str, path: Path) -> TaskFile:
     """Raises ``UserError``."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2020-13-45 is a ValueError
         raise UserError(f"The task file {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise UserError(f"The task file {path} holds no keys.")

@@ -75,12 +75,17 @@ def _variant(mode: str, delta: float | None, time: float | None, cache: bool) ->
     label = mode
     settings: dict[str, Any] = {"mode": mode}
     if delta is not None:
-        label, settings = f"{label}:{delta:g}", settings | {"delta": delta}
+        label, settings = f"{label}:{_short(delta)}", settings | {"delta": delta}
     if time is not None:
-        label, settings = f"{label}@{time:g}", settings | {"delta_time": time}
+        label, settings = f"{label}@{_short(time)}", settings | {"delta_time": time}
     if cache:
         label, settings = f"{label}+cache", settings | {"use_block_cache": True}
     return Variant(label, settings)
+
+
+def _short(value: float) -> str:
+    """All digits that tell it from other numbers, and no more."""
+    return repr(value).removesuffix(".0")
 
 
 def _require_built(name: str, wanted: bool, text: str, what: str) -> None:

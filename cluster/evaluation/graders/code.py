@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
+from cluster.errors import UserError
 from cluster.evaluation.graders import Judgement, Reference
 from cluster.evaluation.sandbox import run_program
 
@@ -15,7 +16,16 @@ _FENCE = re.compile(r"^[ \t]*```[^\n`]*$\n?", re.MULTILINE)
 
 
 def check(references: Sequence[Reference]) -> None:
-    """Nothing is needed beside the sandbox, which is tried before."""
+    """The sandbox is tried before; here, whether the tests can be read, lest their faults count as the model's."""
+    for reference in references:
+        before, after = reference["before"], reference["after"]
+        if not isinstance(before, str) or not isinstance(after, str):
+            raise UserError("A row's code before or after the answer is no text.")
+        if not reference.get("defines"):
+            try:
+                ast.parse(after)
+            except (SyntaxError, ValueError) as error:
+                raise UserError(f"A row's tests are not Python ({error}): {after[:60]!r}.") from None
 
 
 def judge(reference: Reference, text: str) -> Judgement:

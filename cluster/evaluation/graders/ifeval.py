@@ -22,13 +22,16 @@ _SENTENCE_DATA = "tokenizers/punkt_tab/english/"
 
 
 def check(references: Sequence[Reference]) -> None:
+    for reference in references:
+        instructions, arguments = reference["instructions"], reference["arguments"]
+        if not (isinstance(instructions, list) and isinstance(arguments, list) and instructions):
+            raise UserError("A row has no list of instructions, or none of their arguments.")
+        if len(instructions) != len(arguments):
+            raise UserError(f"A row has {len(instructions)} instructions, but not as many arguments.")
     used = {name for reference in references for name in reference["instructions"]}
     unknown = sorted(used - set(INSTRUCTION_DICT))
     if unknown:
         raise UserError(f"There is no check for the instruction {unknown[0]}.")
-    for reference in references:
-        if len(reference["instructions"]) != len(reference["arguments"]):
-            raise UserError(f"A row has {len(reference['instructions'])} instructions, but not as many arguments.")
     if used & _CUTS_SENTENCES:
         try:
             nltk.data.find(_SENTENCE_DATA)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grading import trials
@@ -144,3 +145,18 @@ def test_code_runs_only_where_it_is_allowed() -> None:
     item = Item("a", {"before": "", "after": "assert f(1) == 2", "defines": ["f"]})
     with pytest.raises(UserError, match="--allow-code-execution"):
         grade(load_task("mbpp"), [Output(item, SOLUTION)])
+
+
+@pytest.mark.parametrize(
+    ("check", "reference", "sentence"),
+    [
+        (ifeval.check, {"instructions": [], "arguments": []}, "no list of instructions"),
+        (ifeval.check, {"instructions": None, "arguments": []}, "no list of instructions"),
+        (code.check, {"before": "", "after": "assert f('''"}, "tests are not Python"),
+        (code.check, {"before": None, "after": "assert f(1)"}, "is no text"),
+    ],
+)
+def test_a_row_that_cannot_be_graded_is_one_sentence(check: Any, reference: dict, sentence: str) -> None:
+    """Else the task's fault would count as the model's, or come as a traceback after all decoding."""
+    with pytest.raises(UserError, match=sentence):
+        check([reference])

@@ -22,6 +22,9 @@ def check(references): pass
 def blank(reference): return Judgement({"flexible": False, "strict": False})
 def judge(reference, text):
     if text == "crash": os._exit(1)
+    if text == "killed once" and not os.path.exists("killed"):
+        open("killed", "w").close()
+        os._exit(1)
     if text == "hang":
         while True: pass
     if text == "sleepy": time.sleep(0.3)
@@ -69,6 +72,11 @@ def test_a_crash_or_a_hang_costs_one_output(strange: Any) -> None:
         assert grade.correct == (text not in failed and text != "wrong")
         assert failed.get(text, "") in (grade.problem or "")
         assert set(grade.scores) == {"flexible", "strict"}
+
+
+def test_an_output_whose_grader_was_killed_is_graded_again(strange: Any) -> None:
+    grades = list(pool.grade(strange, outputs("a", "killed once", "b"), workers=1))
+    assert [(grade.correct, grade.problem) for grade in grades] == [(True, None)] * 3
 
 
 def test_no_process_outlives_the_grading(strange: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,11 @@ from cluster.evaluation.variants import parse_variants
 CONFIG = JobConfig(delta=0.3)
 
 
+def test_deltas_that_differ_little_are_two_variants() -> None:
+    found = parse_variants("vanilla,specfold:0.1234561,specfold:0.1234562,specfold:1", JobConfig())
+    assert [variant.label for variant in found[1:]] == ["specfold:0.1234561", "specfold:0.1234562", "specfold:1"]
+
+
 def test_variants_have_labels_folders_and_settings() -> None:
     variants = parse_variants("vanilla, spiffy,specfold,specfold:0.10,specfold:-1", CONFIG)
     assert [v.label for v in variants] == ["vanilla", "spiffy", "specfold:0.3", "specfold:0.1", "specfold:-1"]
