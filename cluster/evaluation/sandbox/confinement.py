@@ -10,6 +10,8 @@ import os
 import resource
 import signal
 
+import forbidden_calls
+
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _CLONE_REST = 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # host name, IPC, processes, network
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
@@ -18,7 +20,8 @@ _ST_RELATIME = 4096
 _KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048
 """nosuid, nodev, noexec, noatime, nodiratime: the same numbers in statvfs and mount."""
 _MNT_DETACH = 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_SECCOMP_FILTER = 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _PIVOT_ROOT = 155 if os.uname().machine == "x86_64" else 41  # 41: all newer architectures
 _CAPABILITY_VERSION_3 = 0x20080522
 _NOBODY = 65534
@@ -114,6 +117,13 @@ def give_up_rights(limits: dict, user: int, keep: tuple[int, ...]) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _call("capset", header, (ctypes.c_uint32 * 6)())
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    refuse_calls()
+
+
+def refuse_calls() -> None:
+    """The calls that ``forbidden_calls`` lists fail from now on, in all children, too."""
+    program = forbidden_calls.call_filter()
+    _call("prctl", _PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_FILTER), ctypes.byref(program), 0, 0)
 
 
 def _only_files(keep: tuple[int, ...]) -> None:

@@ -42,7 +42,7 @@ def run(source: str, limits: Limits = LIMITS) -> Verdict:
     ],
 )
 def test_ordinary_programs_run(source: str) -> None:
-    assert run(source) == Verdict(True, None)
+    assert run(source, Limits(cpu_s=10, wall_s=60.0)) == Verdict(True, None)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,17 @@ def test_ordinary_programs_run(source: str) -> None:
         ("for i in range(9): open(str(i), 'wb').write(b'1' * (10 << 20))", "No space left"),
         ("import socket\nsocket.create_connection(('1.1.1.1', 80), timeout=5)", "unreachable"),
         ("import os\nos.setuid(0)", "PermissionError"),
+        ("import os\nos.memfd_create('memory')", "PermissionError"),
+        (
+            "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+            "assert libc.shmget(0, 1 << 20, 0o1600) >= 0, ctypes.get_errno()",
+            "AssertionError: 1",
+        ),
+        (
+            "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+            "assert libc.unshare(0x10020000) == 0, ctypes.get_errno()",
+            "AssertionError: 1",
+        ),
         ("import os, signal\nos.kill(-1, signal.SIGKILL)", "ProcessLookupError"),
         (
             "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(b'1') * (300 << 20)\n"
