@@ -147,6 +147,14 @@ def test_code_runs_only_where_it_is_allowed() -> None:
         grade(load_task("mbpp"), [Output(item, SOLUTION)])
 
 
+def test_a_comparison_that_takes_too_long_is_a_problem_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_answer, "_TIMEOUT_S", 1)
+    judgement = math_answer.judge({"answer": "7"}, r"\boxed{10!!!!!}")
+    assert not judgement.scores["equal"]
+    assert judgement.problem == "Comparing took more than 1 seconds."
+    assert math_answer.judge({"answer": "7"}, r"\boxed{8}").problem is None
+
+
 @pytest.mark.parametrize(
     ("check", "reference", "sentence"),
     [
