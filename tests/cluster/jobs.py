@@ -60,7 +60,9 @@ class JobFolder:
         save_file({k: v for k, v in tensors.items() if v is not None}, self.model / "model.safetensors")
 
     def config(self, prompts: str, **settings: Any) -> JobConfig:
+        # Ray has left a worker that got SIGTERM neither dead nor alive: it is replaced well before a test's own limit.
         defaults = {"model": str(self.model), "output": str(self.output), "device": "cpu", "workers": 1}
+        defaults |= {"stall_timeout": 45}
         return JobConfig(prompts=prompts, **(defaults | settings))
 
     def run(self, prompts: str, engine: str = "instant", **settings: Any) -> int:

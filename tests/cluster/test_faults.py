@@ -167,10 +167,11 @@ def test_kills_at_random_moments_in_one_run_change_nothing(folder: JobFolder, re
 def test_workers_that_run_out_of_memory_decode_fewer_rows_at_a_time(
     folder: JobFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert folder.run(folder.write_prompts(40), engine="hungry", shard_rows=10, batch_size=8) == 0
+    # Rows for seconds: what a worker says is heard while it works.
+    assert folder.run(folder.write_prompts(240), engine="hungry", shard_rows=10, batch_size=8) == 0
     out = capsys.readouterr().out  # whichever worker came first, and the other one if rows were left for it
     assert re.search(r"worker-[01] ran out of memory and now decodes 2 rows at a time\.", out), out
-    assert_undisturbed(folder, 40)
+    assert_undisturbed(folder, 240)
 
 
 def test_places_that_never_finish_a_row_end_the_job_without_error_rows(folder: JobFolder) -> None:

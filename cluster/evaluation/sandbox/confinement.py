@@ -62,6 +62,11 @@ def build_root(visible: list[str], user: int, file_bytes: int) -> None:
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     root = "/proc"  # covered in this namespace only; a folder that exists everywhere and holds nothing to be shown
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
+    # Before the folders are shown, one of which may lie in /tmp.
+    os.makedirs(f"{root}/tmp")
+    size = file_bytes * _FILES_PER_LIMIT
+    own = f"size={size},nr_inodes=4096,mode=700,uid={user},gid={os.getgid() or user}"
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, own)
     shown: list[str] = []
     for folder in sorted(visible, key=len):
         if not any(folder.startswith(f"{other}/") for other in shown):
@@ -71,11 +76,7 @@ def build_root(visible: list[str], user: int, file_bytes: int) -> None:
     for name in _DEVICES:
         open(f"{root}/dev/{name}", "w").close()
         _mount(f"/dev/{name}", f"{root}/dev/{name}", None, _MS_BIND)
-    os.makedirs(f"{root}/tmp", exist_ok=True)
     _mount(None, root, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID)
-    size = file_bytes * _FILES_PER_LIMIT
-    own = f"size={size},nr_inodes=4096,mode=700,uid={user},gid={os.getgid() or user}"
-    _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, own)
     os.chdir(root)
     if _LIBC.syscall(_PIVOT_ROOT, b".", b"."):
         _raise("pivot_root")
