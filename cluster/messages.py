@@ -176,6 +176,8 @@ class WorkerState:
     pulse: int = 0
     batch_size: int = 0
     """Rows decoded together: fewer than asked for once memory has run out."""
+    asked_batch_size: int = 0
+    """Rows that were to be decoded together."""
 
 
 @dataclass(frozen=True)

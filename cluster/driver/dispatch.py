@@ -163,7 +163,8 @@ class Dispatcher:
         now = self._clock()
         if state.pulse != member.state.pulse or self._awaits_work(worker, member):
             member.moved = now
-        if state.batch_size < member.state.batch_size:
+        # It may have happened before the worker was first heard.
+        if state.batch_size < (member.state.batch_size or state.asked_batch_size):
             self._host.say(f"{worker} ran out of memory and now decodes {count(state.batch_size, 'row')} at a time.")
         member.heard, member.state = now, state
         self._host.observe(worker, state)

@@ -71,6 +71,7 @@ class DecodeLoop:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._engine, self._config, self._batch_size, self._log = engine, config, batch_size, log
+        self._asked_batch_size = batch_size
         self._on_finished, self._on_room, self._on_failure = on_finished, on_room, on_failure
         self._changed = threading.Condition()
         self._shards: list[OpenShard] = []
@@ -132,6 +133,7 @@ class DecodeLoop:
             idle_s=self._seconds[0],
             busy_s=self._seconds[1],
             batch_size=self._batch_size,
+            asked_batch_size=self._asked_batch_size,
             pulse=self._pulse + int(getattr(self._engine, "num_steps", 0)),
             **self._counts,
         )
