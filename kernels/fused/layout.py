@@ -82,7 +82,7 @@ class Parts:
         return self.values_KRN.stride(0) // self.values_KRN.shape[2]
 
     def total(self, rows_N: torch.Tensor | slice) -> torch.Tensor:
-        """The sums of some rows added in order, [N, N width]; waits for ``used_1``."""
+        """The sums of some rows n added in order, float32 [n, N]; waits for ``used_1``."""
         used = len(self.values_KRN) if self.used_1 is None else int(self.used_1)
         first, *others = (part_RN[rows_N] for part_RN in self.values_KRN[:used])
         for part in others:

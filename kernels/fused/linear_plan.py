@@ -23,11 +23,10 @@ MAX_SPLITS = 4
 """More partial sums would cost their readers more than they give: each is a float32 copy of the output."""
 SPLITS = {(1536, 8960): 5, (5120, 16384): 3}
 """Exceptions by (N, K), whose tiles of 64 then fill the chip evenly: 24 times 5, and 80 times 3 two at a time."""
-FEW_ROWS = 320
-"""Up to this room a step is one slot: weights are read once or twice, memory is the limit."""
 PARALLEL_ROWS = 320
-"""Up to this room splits always run in parallel. Beyond it the number of rows decides: tiles may fill the chip alone,
-and the gate reads all partial sums of every position."""
+"""Up to this room a step is one slot: weights are read once or twice, memory is the limit, and splits always run in
+parallel. Beyond it the number of rows decides: tiles may fill the chip alone, and the gate reads all partial sums of
+every position."""
 SIDE_BY_SIDE_ROWS = 640
 """Beyond ``PARALLEL_ROWS``, most rows whose partial sums may stand side by side; more fill the chip anyway."""
 PREFETCH = 8 << 20
@@ -92,7 +91,7 @@ def split_width(K: int, splits: int) -> int:
     return -(-K // (SPLIT_UNIT * splits)) * SPLIT_UNIT
 
 
-def part_rows(splits: int, max_rows: int) -> int:
+def part_rows(max_rows: int) -> int:
     """Rows from one partial sum to the next in a buffer for ``max_rows`` rows."""
     return max_rows if max_rows <= PARALLEL_ROWS else min(SIDE_BY_SIDE_ROWS, max_rows)
 
@@ -100,7 +99,7 @@ def part_rows(splits: int, max_rows: int) -> int:
 def parts_size(N: int, K: int, dtype: torch.dtype, max_rows: int) -> int:
     """Elements of a buffer for the partial sums of a weight [N, K] and at most that many rows."""
     splits = num_splits(N, K, dtype)
-    return ((splits - 1) * part_rows(splits, max_rows) + max_rows) * N
+    return ((splits - 1) * part_rows(max_rows) + max_rows) * N
 
 
 def make_parts(buffer: torch.Tensor, used_1: torch.Tensor, N: int, K: int, dtype: torch.dtype, max_rows: int) -> Parts:
@@ -109,7 +108,7 @@ def make_parts(buffer: torch.Tensor, used_1: torch.Tensor, N: int, K: int, dtype
     Sums that are counted lie ``SIDE_BY_SIDE_ROWS`` apart: one sum of more rows reaches into the next one's place.
     """
     splits = num_splits(N, K, dtype)
-    values = buffer.as_strided((splits, max_rows, N), (part_rows(splits, max_rows) * N, N, 1))
+    values = buffer.as_strided((splits, max_rows, N), (part_rows(max_rows) * N, N, 1))
     return Parts(values, used_1 if splits > 1 and max_rows > PARALLEL_ROWS else None)
 
 
@@ -134,7 +133,7 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
     # branches that are 85% folded, 144 twice or 288 once nine that are not.
     heights = (32, 64, 80, 96, 128, 144, 160)
     few = Plan(heights, tile_n=64, tile_k=64, num_warps=4, shared=shared, tma=tma, prefetch=prefetch)
-    if max_rows <= FEW_ROWS:
+    if max_rows <= PARALLEL_ROWS:
         return replace(few, heights=(*heights, 288)) if is_deep else few
     if gated:
         return replace(few, shared=HALF, prefetch=0, slots=2 * NUM_SMS)

@@ -99,7 +99,7 @@ def source_rows(rows: RowMap, branches: Branches, position_N: torch.Tensor) -> t
 def stream_rows(
     stored_NE: torch.Tensor, addend: Addend | None, branches: Branches, position_N: torch.Tensor
 ) -> torch.Tensor:
-    """Residual stream at list positions whose stored rows are given, [N, E]; the counterpart of ``stream_row``."""
+    """Residual stream at list positions whose stored rows are given, [N, E]."""
     if addend is None:
         return stored_NE
     row_N = position_N if addend.rows is None else source_rows(addend.rows, branches, position_N)

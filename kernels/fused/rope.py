@@ -148,16 +148,6 @@ def _rope_kernel(
     for i_row in range(tl.program_id(1), num_rows, tl.num_programs(1)):
         i_p = tl.load(p_position + i_row, cache_modifier=CACHE)
         if i_row < count:
-            used = K
-            if not EARLY:
-                if COUNTED:
-                    used = tl.load(p_used)
-                b_first = _sum_parts(
-                    p_parts, b_bias1, i_row, o_n, m_n, stride, used, dtype, K, N, BIAS, COUNTED
-                )  # [BH, BD]
-                b_second = _sum_parts(
-                    p_parts, b_bias2, i_row, o_n + HALF, m_n, stride, used, dtype, K, N, BIAS, COUNTED
-                )
             i_slot = 0
             if not ONE_SLOT:
                 i_slot = tl.load(p_slot + i_p // T, cache_modifier=CACHE)
@@ -170,14 +160,12 @@ def _rope_kernel(
             scale = tl.load(p_scale + position).to(tl.float32)
             if EARLY:
                 wait_for_inputs(OVERLAP)
-                if COUNTED:
-                    used = tl.load(p_used)
-                b_first = _sum_parts(
-                    p_parts, b_bias1, i_row, o_n, m_n, stride, used, dtype, K, N, BIAS, COUNTED
-                )  # [BH, BD]
-                b_second = _sum_parts(
-                    p_parts, b_bias2, i_row, o_n + HALF, m_n, stride, used, dtype, K, N, BIAS, COUNTED
-                )
+            used = K
+            if COUNTED:
+                used = tl.load(p_used)
+            # [BH, BD]
+            b_first = _sum_parts(p_parts, b_bias1, i_row, o_n, m_n, stride, used, dtype, K, N, BIAS, COUNTED)
+            b_second = _sum_parts(p_parts, b_bias2, i_row, o_n + HALF, m_n, stride, used, dtype, K, N, BIAS, COUNTED)
             b_turned1 = b_first * b_cos1 - b_second * b_sin1  # [BH, BD]
             b_turned2 = b_second * b_cos2 + b_first * b_sin2
 
