@@ -30,6 +30,7 @@ if sys.path and Path(sys.path[0]).resolve() == ROOT / "jobs":
 import torch  # noqa: E402
 
 from specfold import ConfigError, DecodeConfig, Engine, ModelError, reference_models  # noqa: E402
+from specfold.backends.memory import free_device_memory  # noqa: E402
 from specfold.backends.select import check_backend  # noqa: E402
 from specfold.benchmark.decoding import compare, read_questions  # noqa: E402
 from specfold.benchmark.report import make_part, plot_steps, print_tables, read_parts  # noqa: E402
@@ -101,7 +102,6 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
                     cost = measure_step(engine, batch, drafts, fold, args.prompt_len, args.repeats, args.masks_left)
                     records.append({"shape": shape} | cost.to_dict())
                     print(json.dumps(records[-1]), file=sys.stderr, flush=True)
-                    _free_memory(args.device)
         del engine
         _free_memory(args.device)
     return make_part("step", args.device, _settings(args), records)
@@ -129,7 +129,6 @@ def bench_throughput(args: argparse.Namespace) -> dict[str, Any]:
                 | {"over_official": official and round(result.tokens_per_s / official, 2)}
             )
             print(json.dumps(records[-1]), file=sys.stderr, flush=True)
-            _free_memory(args.device)
         del engine
         _free_memory(args.device)
     return make_part("throughput", args.device, _settings(args), records)
@@ -230,9 +229,9 @@ def _resize(engine: Engine, size: str) -> Engine:
 
 
 def _free_memory(device: str) -> None:
-    """Gives back what the last measurement took, before the next one plans with what is free."""
+    """Gives back what the last model's measurements took, before the next one is made."""
     if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+        free_device_memory(torch.device(device))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Shards share the engine's slots, so that one long row holds back its own shard a
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections import deque
@@ -110,7 +109,6 @@ class DecodeLoop:
     def join(self) -> None:
         """Wait until the loop has ended and let go of the engine's memory."""
         self._thread.join()
-        gc.collect()  # buffers that hang in a cycle of references would be missing when memory is divided anew
 
     @property
     def waiting_rows(self) -> int:

@@ -110,6 +110,7 @@ def project_rows(
     """Both operations with everything chosen. ``out``: parts [splits, R, N] or [1, R, N]; hidden rows [1, R, N]."""
     assert x_RK.is_contiguous()
     assert weight.is_contiguous()
+    assert count_1.dtype == torch.int32, "the compiler refuses tiles at places of 64 bits"
     assert out.values_KRN[0].is_contiguous()
     room, K = x_RK.shape
     counted = out.used_1 is not None

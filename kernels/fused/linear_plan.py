@@ -21,8 +21,8 @@ SPLIT_UNIT = 128
 """Cuts of K fall on multiples of this, which every ``tile_k`` divides."""
 MAX_SPLITS = 4
 """More partial sums would cost their readers more than they give: each is a float32 copy of the output."""
-SPLITS = {(1536, 8960): 5, (5120, 16384): 3}
-"""Exceptions by (N, K), whose tiles of 64 then fill the chip evenly: 24 times 5, and 80 times 3 two at a time."""
+SPLITS = {(1536, 8960): 5, (5120, 5120): 3, (5120, 16384): 3}
+"""Exceptions by (N, K), whose tiles then fill the chip evenly: 24 of 64 times 5, 40 of 128 times 3."""
 PARALLEL_ROWS = 320
 """Up to this room a step is one slot: weights are read once or twice, memory is the limit, and splits always run in
 parallel. Beyond it the number of rows decides: tiles may fill the chip alone, and the gate reads all partial sums of
@@ -79,7 +79,7 @@ def num_splits(N: int, K: int, dtype: torch.dtype) -> int:
         return -(-K // split_width(K, 2))  # For tests alone: it splits too, so that they see what bfloat16 does.
     if (N, K) in SPLITS:
         wanted = SPLITS[N, K]
-    elif 3072 <= N <= K < 4 * N:
+    elif 3072 <= N <= K:
         wanted = 2
     else:
         wanted = min(MAX_SPLITS, max(1, NUM_SMS // -(-N // 128)))
@@ -121,12 +121,14 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
     # The kernel before the down projection reads weights itself: memory does not idle, and what came early would have
     # left the cache again.
     prefetch = PREFETCH if gated or K < 2 * N else 0
+    splits = 1 if gated else num_splits(N, K, dtype)
     # A long inner width and at most a program a multiprocessor: all of its memory for one deep pipeline.
-    is_deep = not gated and K >= 2 * N and -(-N // 64) * num_splits(N, K, dtype) <= NUM_SMS
+    is_deep = not gated and K >= 2 * N and -(-N // 64) * splits <= NUM_SMS
+    # Two programs a multiprocessor would leave a few tiles to come after all others.
+    has_rest = gated and 2 * NUM_SMS < -(-N // 64) <= 3 * NUM_SMS
     shared = FULL if is_deep else HALF
     if max_rows <= 32:
-        if gated and 2 * NUM_SMS < -(-N // 64) <= 3 * NUM_SMS:
-            shared = THIRD  # Otherwise a few tiles would come after all others.
+        shared = THIRD if has_rest else shared
         tile_k = 64 if gated else 128
         return Plan((32,), tile_n=64, tile_k=tile_k, num_warps=4, shared=shared, tma=tma, prefetch=prefetch)
     # Else two programs of one warp group on a multiprocessor: one multiplies while the other waits. 80 rows serve nine
@@ -134,6 +136,12 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
     heights = (32, 64, 80, 96, 128, 144, 160)
     few = Plan(heights, tile_n=64, tile_k=64, num_warps=4, shared=shared, tma=tma, prefetch=prefetch)
     if max_rows <= PARALLEL_ROWS:
+        # Tiles of 128 by 288 that nearly fill the chip read least, and weights once.
+        is_wide = not gated and not is_deep and 4 * NUM_SMS <= 5 * -(-N // 128) * splits <= 5 * NUM_SMS
+        if is_wide:
+            return replace(few, heights=(*heights, 288), tile_n=128, num_warps=8, shared=FULL)
+        if has_rest:
+            return replace(few, shared=FULL)
         return replace(few, heights=(*heights, 288)) if is_deep else few
     if gated:
         return replace(few, shared=HALF, prefetch=0, slots=2 * NUM_SMS)

@@ -15,7 +15,7 @@ from specfold.backends.base import RowReport, RowStart, RunSetup, fill_slot
 from specfold.backends.fused_prefill import FusedPrefill
 from specfold.backends.fused_stats import CounterCopy
 from specfold.backends.fused_step import FusedStep
-from specfold.backends.memory import MemoryPlan, plan_memory
+from specfold.backends.memory import MemoryPlan, free_device_memory, plan_memory
 from specfold.backends.operations import Operations
 from specfold.pages import PAGE_SIZE, PagePool, pages_for
 from specfold.prefill import Prefill
@@ -140,8 +140,6 @@ def plan_run(setup: RunSetup) -> MemoryPlan:
     useful = setup.batch_size * (longest + 1)
     if model.device.type != "cuda":
         return MemoryPlan(model.num_bytes, 0, page_bytes, min(useful, CPU_PAGES))
-    free, _ = torch.cuda.mem_get_info(model.device)
-    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     step = FusedStep.num_bytes(setup) + FusedPrefill.num_bytes(setup)
     least = pages_for(setup.config.max_new_tokens + rules.block_size) + 1
-    return plan_memory(free, model.num_bytes, step, page_bytes, useful, least)
+    return plan_memory(free_device_memory(model.device), model.num_bytes, step, page_bytes, useful, least)

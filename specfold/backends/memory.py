@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
+
+import torch
 
 from specfold.config import ConfigError
 from specfold.pages import pages_for
@@ -33,6 +36,17 @@ class MemoryPlan:
             f"{_gib(self.num_pages * self.page_bytes)}: room for {rows:,} rows at once with prompts of {prompt_len:,} "
             f"and {max_new_tokens:,} new tokens."
         )
+
+
+def free_device_memory(device: torch.device) -> int:
+    """Bytes that an allocation can really get, after what nothing uses any more has been given back.
+
+    Buffers may hang in cycles of references, and what torch keeps for later lies in pieces: neither serves one large
+    buffer, so neither may count.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def plan_memory(free: int, weights: int, step: int, page_bytes: int, useful_pages: int, least_pages: int) -> MemoryPlan:

@@ -157,7 +157,8 @@ def test_the_number_of_rows_decides_whether_sums_stand_side_by_side(dtype: torch
     assert splits > 1
     tiles = replace(COPIES, heights=(32, 64), slots=NUM_SMS, tma=tma)
     in_turn = poisoned(1, room, N)
-    linear.linear_rows(x_RK, weight_NK, torch.tensor([room], device=DEVICE), 1, Parts(in_turn), ONE_HEIGHT)
+    everything = torch.tensor([room], dtype=torch.int32, device=DEVICE)
+    linear.linear_rows(x_RK, weight_NK, everything, 1, Parts(in_turn), ONE_HEIGHT)
     for count in (0, 1, place, place + 1, room):
         count_1 = torch.tensor([count], dtype=torch.int32, device=DEVICE)
         used_1 = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)

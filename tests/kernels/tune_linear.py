@@ -26,7 +26,17 @@ import torch.nn.functional as F
 
 from kernels.fused.layout import Parts
 from kernels.fused.linear import project_rows
-from kernels.fused.linear_plan import FULL, HALF, NUM_SMS, PARALLEL_ROWS, SIDE_BY_SIDE_ROWS, Plan, num_splits, plan
+from kernels.fused.linear_plan import (
+    FULL,
+    HALF,
+    NUM_SMS,
+    PARALLEL_ROWS,
+    SIDE_BY_SIDE_ROWS,
+    THIRD,
+    Plan,
+    num_splits,
+    plan,
+)
 from tests.kernels.gpu_timing import replay_us
 
 SHAPES = {
@@ -78,7 +88,10 @@ def candidates(room: int, gated: bool) -> list[Candidate]:
         return [Candidate(t, gated) for t in tiles + early]
     if room == 288:
         wide = replace(few, tile_n=128, num_warps=8, shared=FULL)
-        tiles = [few, replace(few, shared=FULL), replace(few, shared=72 * 1024), wide]
+        # A third of a multiprocessor's memory, and of its registers: tiles of at most 96 rows.
+        third = replace(few, heights=low[:4], shared=THIRD)
+        tiles = [few, replace(few, shared=FULL), wide, replace(wide, shared=HALF, heights=low[:-1])]
+        tiles += [third, replace(third, tile_k=32)] if gated else [replace(wide, heights=(*low, 288))]
         return [Candidate(t, gated) for t in tiles]
     if gated:
         square = replace(few, heights=(64, 96, 128), num_warps=8)
@@ -95,11 +108,11 @@ def default_of(N: int, K: int, room: int, gated: bool) -> Candidate:
     return Candidate(plan(N, K, BF16, room, gated=gated), gated, sequential)
 
 
-def every_candidate() -> list[Candidate]:
+def every_candidate(rooms: list[int]) -> list[Candidate]:
     """Defaults first."""
     weights = [(name == "gate_up", shape) for model in SHAPES.values() for name, shape in model.items()]
-    found = [default_of(*shape, room, gated) for room in ROOMS for gated, shape in weights]
-    found += [c for room, gated in itertools.product(ROOMS, (True, False)) for c in candidates(room, gated)]
+    found = [default_of(*shape, room, gated) for room in rooms for gated, shape in weights]
+    found += [c for room, gated in itertools.product(rooms, (True, False)) for c in candidates(room, gated)]
     return list(dict.fromkeys(found))
 
 
@@ -170,12 +183,11 @@ def changed_bits(candidate: Candidate) -> list[str]:
 
 
 def split_choices(candidate: Candidate, N: int, K: int, room: int) -> list[int]:
-    """The default first, then fewer partial sums."""
+    """The default first, then others."""
     default = num_splits(N, K, BF16)
     if candidate.gated:
         return [1]
-    fewer = [splits for splits in (3, 2, 1) if splits < default]
-    return [default, *(fewer if room <= 288 else ())]
+    return [default, *(splits for splits in (4, 3, 2, 1) if splits != default and room <= 288)]
 
 
 def time_shape(N: int, K: int, gated: bool, room: int, usable: set[Candidate]) -> Iterator[Record]:
@@ -215,11 +227,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=90, help="seconds, compilation included")
     parser.add_argument("--out", type=Path, default=None, help="JSON with every measurement")
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rooms", nargs="+", type=int, choices=ROOMS, default=list(ROOMS))
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     options = parser.parse_args()
     begin = time.monotonic()
 
-    found = every_candidate()
+    found = every_candidate(options.rooms)
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         errors = dict(zip(found, pool.map(compile_one, found), strict=True))
     usable = {candidate for candidate, error in errors.items() if error is None}
@@ -234,7 +247,7 @@ def main() -> None:
     print(f"{'':12} rows cuBLAS default, after {time.monotonic() - begin:.0f} s", flush=True)
 
     records = []
-    for model, room, name in itertools.product(options.models, ROOMS, WEIGHTS):
+    for model, room, name in itertools.product(options.models, options.rooms, WEIGHTS):
         if time.monotonic() - begin > options.budget:
             print(f"out of time at {model}")
             break
