@@ -76,7 +76,7 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     configs["specfold, entry gate"] = replace(base, mode="specfold", delta=args.delta[-1], ffn_gate="entry")
     records = []
     for size in args.size:
-        resized = _resize(engine, size)
+        resized = resize(engine, size)
         rows = compare(resized, questions, configs, args.batch_size, args.repeats)
         fastest = rows[0].seconds
         records += [{"size": size} | row.to_dict() | {"speed": round(fastest / row.seconds, 3)} for row in rows]
@@ -221,7 +221,7 @@ def _random_engine(shape: str, args: argparse.Namespace) -> Engine:
     return random_engine(shape, device, getattr(torch, args.dtype), args.backend)
 
 
-def _resize(engine: Engine, size: str) -> Engine:
+def resize(engine: Engine, size: str) -> Engine:
     if size == "model":
         return engine
     model = enlarge(engine.model, SIZES[size], engine.mask_token_id)

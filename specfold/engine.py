@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,23 @@ class Engine:
         plan = plan_backend(self.backend, run_setup(self, config, batch_size))
         prompt = min(1024, self.context_length - config.max_new_tokens)
         return None if plan is None else plan.describe(prompt, config.max_new_tokens)
+
+    def warm_up(self, config: DecodeConfig, batch_size: int) -> None:
+        """Decodes one short row and throws it away: kernels compile now, and no row waits for them. On a GPU only.
+
+        Memory that does not suffice is left for the run itself to find.
+        """
+        if self.device.type != "cuda":
+            return
+        self.check_config(config)
+        token = next(i for i in range(self.vocab_size) if i not in (self.mask_token_id, *self.stop_token_ids))
+        length = min(2 * self.info.spec.block_size, self.context_length - 1)
+        request = Request([token] * max(length // 2, 1), max_new_tokens=max(length // 2, 1))
+        with suppress(torch.OutOfMemoryError), fixed_arithmetic(config.deterministic, self.device):
+            decoder = Decoder(self, config, batch_size)
+            decoder.admit(request)
+            while not decoder.idle:
+                decoder.advance()
 
     def check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[str, str] | None:
         """Kind and sentence of what is wrong with a prompt, or None."""

@@ -144,6 +144,8 @@ class Worker:
         decode = config.decode
         engine.check_config(decode)
         memory = engine.plan_memory(decode, config.batch_size)
+        if plan.device.startswith("cuda"):
+            engine.warm_up(decode, config.batch_size)
         self._specials = Specials.of(engine.tokenizer, engine.mask_token_id, engine.stop_token_ids)
         self._preparer = RowPreparer(config, folder, plan.carried)
         self._recorder = FlightRecorder(recorder_path(plan.token, self._name), 4 * config.batch_size + 64)

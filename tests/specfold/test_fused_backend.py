@@ -131,6 +131,17 @@ def test_every_mode_on_a_gpu_decodes_like_the_oracle(family: str) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_warming_up_leaves_no_trace(family: str) -> None:
+    fused = with_backend(on_device(random_engine(family, 2), torch.float32), "triton")
+    rows = [Request([(5 * i + n) % MASK for i in range(n)], row_id=n) for n in (3, 11, 40)]
+    config = DecodeConfig(drafts=3, max_new_tokens=30)
+    want = {row_id: c.token_ids for row_id, c in decode(fused, rows, config, 2).items()}
+    fused.warm_up(config, 2)
+    assert {row_id: c.token_ids for row_id, c in decode(fused, rows, config, 2).items()} == want
+
+
+@on_gpu
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_all_lossless_modes_have_the_same_bits(family: str) -> None:
     """The main branch's confidences, by row and state, at bfloat16: vanilla alone, spiffy and delta 0 in batches."""
     engine = Engine.from_pretrained(reference_models.path(family), "cuda", "bfloat16", "triton")
