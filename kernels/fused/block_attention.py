@@ -82,8 +82,8 @@ def _block_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr, T: tl.constexpr, UNIT: tl.constexpr,
     FINAL_KIND: tl.constexpr, LIMITED: tl.constexpr, ONE_SLOT: tl.constexpr, STATES: tl.constexpr,
     PREFIX_BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    KEYS_A_TILE: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    KEYS_A_TILE: tl.constexpr, TILES: tl.constexpr, STORED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     i_g, i_m, i_a = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1)
     GROUP: tl.constexpr = H // G
@@ -132,6 +132,9 @@ def _block_kernel(
         # On their way while the block is attended.
         o_state = (i_g * num_rows + b_source) * GROUP + o_m % GROUP
         b_states, stride = tl.where(valid, num_states, 0), num_rows * H
+        if STORED:
+            # Stored rows, behind those of the list's positions, have the chunks merged in one state.
+            b_states = tl.where(b_source < tl.num_programs(1) * T, b_states, tl.minimum(b_states, 1))
         m_p, l_p, acc_p = _load_state(p_m, p_l, p_acc, o_state, b_states, 0, stride, D, BD)
         if STATES > 1:
             m_1, l_1, acc_1 = _load_state(p_m, p_l, p_acc, o_state, b_states, 1, stride, D, BD)
@@ -191,7 +194,8 @@ def block_attention(
 
     Inside the block, query t sees key u iff ``u // unit <= t // unit``: ``unit`` is ``mask_unit`` for final branches
     (T full, the block size, or 1 causal) and T for the others. Positions from ``length_S`` (int64) on do not exist:
-    neither queries nor keys, and their output is left alone. Where ``branches.start_S``, the prefix that ``state`` is
+    neither queries nor keys, and their output is left alone. Rows from A * T on are stored ones: their prefix is in the
+    first state alone. Where ``branches.start_S``, the prefix that ``state`` is
     about, is 0 the state is not read.
     """
     num_heads, head_dim = q_RHD.shape[1:]
@@ -244,6 +248,7 @@ def block_attention(
         SPLIT_TILES=state.split_tiles,
         KEYS_A_TILE=plan.keys_a_tile,
         TILES=several,
+        STORED=len(q_RHD) > room * block and len(state.m_CGRY) > 1,
         BM=plan.block_query_tile,
         BN=min(KEY_TILE, max(16, triton.next_power_of_2(block))),
         BD=padded_width(head_dim),
@@ -276,7 +281,7 @@ def block_attention_reference(
         if not length:
             continue
         kept_T = (rows.keep_ST[slot, :length] & branches.ancestors_B[branch]).tolist()
-        sources = [int(rows.row_SBT[slot, bits.bit_length() - 1, t]) for t, bits in enumerate(kept_T)]
+        sources = [int(rows.row_SBT[slot, max(bits.bit_length() - 1, 0), t]) for t, bits in enumerate(kept_T)]
         rows_T = torch.tensor(sources, device=q_RHD.device)
         unit = mask_unit if int(branches.kind_SB[slot, branch]) == FINAL else block
         at_T = torch.arange(length, device=q_RHD.device) // unit

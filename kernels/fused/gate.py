@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.fused.launch import early, overlapped, wait_for_inputs
-from kernels.fused.layout import DENOISE, Addend, Branches, RowMap
+from kernels.fused.layout import DENOISE, Addend, Branches, RowMap, TimeGate
 from kernels.fused.placement import place_row, place_rows
 from kernels.fused.residual import (
     MAX_PROGRAMS,
@@ -20,8 +20,10 @@ from kernels.fused.residual import (
     rms_norm_row,
     row_config,
     source_row,
+    source_rows,
     stored_row,
     stream_rows,
+    summed_row,
 )
 from kernels.norm import rms_norm
 
@@ -47,6 +49,7 @@ def gate_rows(
     out: RowMap,
     normed_RE: torch.Tensor,
     length_S: torch.Tensor | None = None,
+    time: TimeGate | None = None,
 ) -> None:
     """Adds the projection before to the residual stream, gates against the parent, and norms what is kept.
 
@@ -60,6 +63,10 @@ def gate_rows(
     folded exactly there. Kept positions get a row of ``out`` (cleared before) and their RMSNorm in ``normed_RE``.
 
     Positions at or beyond ``length_S`` (int64; None: T) are left out: they have no row, their stream is undefined.
+
+    With ``time`` a denoising main branch is gated, too, by ``time.delta`` against the stored rows, which are those of
+    ``stream_NE`` behind its list positions, where ``time.valid_S`` allows; ``inherit`` and ``retest`` say the same of
+    it as of drafts. Its folded positions get their stored row in ``out.row_SBT``.
     """
     num_slots, num_branches, block = branches.tokens_SBT.shape
     width = source_XE.shape[1]
@@ -69,7 +76,10 @@ def gate_rows(
     for tensor in (source_XE, stream_NE, normed_RE, *(() if parts is None else (parts.values_KRN[0],))):
         assert tensor.is_contiguous()
     num_positions = len(branches.slot_A) * block
-    folds = delta >= 0 and num_branches > 1
+    drafts_fold = delta >= 0 and num_branches > 1
+    folds = drafts_fold or time is not None
+    sums = addend.sums_XE if addend else None
+    assert sums is None or (added is not None and parts is not None and parts.values_KRN.shape[1] == num_positions)
     config = row_config(width)
     # Where a tensor is not needed another one stands in for it.
     _gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
@@ -97,8 +107,11 @@ def gate_rows(
         out.position_R,
         out.slot_count_S,
         out.slot_rows_SX,
+        normed_RE if sums is None else sums,
+        out.count_1 if time is None else time.valid_S,
         eps,
         delta * delta,
+        0.0 if time is None else time.delta * time.delta,
         0 if parts is None else parts.stride,
         num_branches,
         num_positions,
@@ -112,6 +125,9 @@ def gate_rows(
         HAS_LENGTH=length_S is not None,
         INHERITS=folds and inherit is not None,
         TESTS=folds and (inherit is None or retest),
+        DRAFTS=drafts_fold,
+        TIME=time is not None,
+        SUMS=sums is not None,
         ONE_SLOT=num_slots == 1,
         ONE_BRANCH=num_branches == 1,
         EAGER=not by_token and num_positions <= MAX_EAGER,
@@ -148,8 +164,11 @@ def _gate_kernel(
     p_position,
     p_slot_count,
     p_slot_rows,
+    p_sums,
+    p_valid,
     eps,
     delta_squared,
+    time_squared,
     stride,
     num_branches,
     num_positions,
@@ -163,6 +182,9 @@ def _gate_kernel(
     HAS_LENGTH: tl.constexpr,
     INHERITS: tl.constexpr,
     TESTS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    TIME: tl.constexpr,
+    SUMS: tl.constexpr,
     ONE_SLOT: tl.constexpr,
     ONE_BRANCH: tl.constexpr,
     EAGER: tl.constexpr,
@@ -212,18 +234,30 @@ def _gate_kernel(
                     i_part = tl.load(p_added_row + i_table, cache_modifier=CACHE)
                 else:
                     i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T, CACHE)
-            fold = False
+            fold, in_time = False, False
             if INHERITS or TESTS:
-                fold = (i_branch > 0) & (tl.load(p_kind + i_table // T, cache_modifier=CACHE) == _DENOISE)
+                denoises = tl.load(p_kind + i_table // T, cache_modifier=CACHE) == _DENOISE
+                if DRAFTS:
+                    fold = (i_branch > 0) & denoises
+                if TIME:
+                    in_time = denoises & (i_branch == 0) & (tl.load(p_valid + i_slot, cache_modifier=CACHE) > 0)
             if INHERITS:
                 kept = tl.load(p_inherit_keep + i_slot * T + i_t, cache_modifier=CACHE)
-                fold = fold & (((kept >> i_branch) & 1) == 0)
+                if DRAFTS:
+                    fold = fold & (((kept >> i_branch) & 1) == 0)
+                if TIME:
+                    in_time = in_time & (((kept >> i_branch) & 1) == 0)
             if not AT_ONCE:
                 i_source = tl.load(p_tokens + i_table, cache_modifier=CACHE) if BY_TOKEN else i_p
                 b_stored = stored_row(p_source, i_source, o_e, m_e, E, CACHE)  # [BE]
             if (not EARLY) and (K > 0) and (MAPPED or not AT_ONCE):
-                b_added = added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
-            if TESTS:
+                b_added = summed_row(
+                    p_parts, p_sums, i_part, num_positions, stride, used, o_e, m_e, E, K, COUNTED, SUMS
+                )  # [BE]  # fmt: skip
+            if TIME and TESTS:
+                i_before = num_positions + i_slot * T + i_t
+                b_before = stored_row(p_stream, i_before, o_e, o_e < tl.where(in_time, E, 0), E, CACHE)  # [BE]
+            if TESTS and DRAFTS:
                 # Masked and not branched over: the parent's row is on its way together with the branch's own.
                 i_above = i_slot * num_branches + tl.load(p_parent + i_branch)
                 i_p_above = tl.load(p_index + i_above, cache_modifier=CACHE) * T + i_t
@@ -239,18 +273,36 @@ def _gate_kernel(
                 if COUNTED:
                     used = tl.load(p_used)
                 if K > 0:
-                    b_added = added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
+                    b_added = summed_row(
+                        p_parts, p_sums, i_part, num_positions, stride, used, o_e, m_e, E, K, COUNTED, SUMS
+                    )  # [BE]  # fmt: skip
             b_x = b_stored
             if K > 0:
                 b_x = add_rows(b_stored, b_added, dtype)
-            if TESTS:
+            if SUMS:
+                own = i_part < num_positions
+                if not ONE_BRANCH:
+                    own = ((tl.load(p_added_keep + i_slot * T + i_t, cache_modifier=CACHE) >> i_branch) & 1) > 0
+                m_own = o_e < tl.where(own, E, 0)
+                tl.store(p_sums + tl.cast(i_part, tl.int64) * E + o_e, b_added, mask=m_own)
+            if TESTS and DRAFTS:
                 if K > 0:
                     # Where the position was folded in the layer before, the same row serves both: it is here already.
                     other = i_part_above != i_part
                     m_other = o_e < tl.where(fold & other, E, 0)
-                    b_other = added_row(p_parts, i_part_above, stride, used, o_e, m_other, E, K, COUNTED)  # [BE]
+                    b_other = summed_row(
+                        p_parts, p_sums, i_part_above, num_positions, stride, used, o_e, m_other, E, K, COUNTED, SUMS
+                    )  # [BE]  # fmt: skip
                     b_above = add_rows(b_above, tl.where(other, b_other, b_added), dtype)
-                fold = fold & _is_near(b_x, b_above, delta_squared)
+                if TIME:
+                    b_above = tl.where(in_time, b_before, b_above)
+                    fold = (fold | in_time) & _is_near(b_x, b_above, tl.where(in_time, time_squared, delta_squared))
+                else:
+                    fold = fold & _is_near(b_x, b_above, delta_squared)
+            elif TESTS:
+                fold = in_time & _is_near(b_x, b_before, time_squared)
+            elif TIME:
+                fold = fold | in_time if DRAFTS else in_time
             tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)
             if not fold:
                 i_row = place_row(
@@ -261,6 +313,9 @@ def _gate_kernel(
                     b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
                 b_normed = rms_norm_row(b_x, b_weight, eps, p_normed.dtype.element_ty, E)
                 tl.store(p_normed + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)
+            elif TIME:
+                if in_time:
+                    tl.store(p_row + i_table, num_positions + i_slot * T + i_t)
     if EARLY:
         wait_for_inputs(OVERLAP)  # For programs without a position: that this kernel ended must tell as much as ever.
 
@@ -292,6 +347,7 @@ def gate_rows_reference(
     out: RowMap,
     normed_RE: torch.Tensor,
     length_S: torch.Tensor | None = None,
+    time: TimeGate | None = None,
 ) -> None:
     """The same in plain torch; rows stand in the order of the list."""
     block = branches.tokens_SBT.shape[2]
@@ -307,16 +363,33 @@ def gate_rows_reference(
 
     x = stream(position, branch)
     stream_NE[position] = x
+    if addend is not None and addend.sums_XE is not None:
+        assert addend.rows is not None
+        row = source_rows(addend.rows, branches, position)
+        row = row[row < addend.parts.values_KRN.shape[1]]
+        addend.sums_XE[row] = addend.parts.total(row)
 
-    fold = (branch > 0) & (branches.kind_SB[slot, branch] == DENOISE) & (delta >= 0)
+    denoises = branches.kind_SB[slot, branch] == DENOISE
+    fold = (branch > 0) & denoises & (delta >= 0)
+    stored_row = len(branches.slot_A) * block + slot * block + t
+    if time is not None:
+        fold |= (branch == 0) & denoises & (time.valid_S[slot] > 0)
     if inherit is not None:
         fold &= (inherit.keep_ST[slot, t] >> branch & 1) == 0
     if inherit is None or retest:
         parent = branches.parent_B[branch].long()
         above = stream(branches.index_SB[slot, parent].long() * block + t, parent).float()
+        limit = torch.full_like(above[:, 0], delta * delta)
+        if time is not None:
+            before = stream_NE[stored_row].float()
+            above = torch.where((branch == 0)[:, None], before, above)
+            limit = torch.where(branch == 0, time.delta * time.delta, limit)
         residual = (x.float() - above).square().sum(-1)
-        fold &= residual <= delta * delta * above.square().sum(-1)
+        fold &= residual <= limit * above.square().sum(-1)
     kept = ~fold
+    if time is not None:
+        folded = fold & (branch == 0)
+        out.row_SBT[slot[folded], 0, t[folded]] = stored_row[folded].int()
     place_rows(out, position[kept], slot[kept], branch[kept], t[kept])
     row = out.row_SBT[slot[kept], branch[kept], t[kept]].long()
     normed_RE[row] = rms_norm(x[kept], norm_weight_E, eps)

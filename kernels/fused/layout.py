@@ -1,7 +1,8 @@
 """The tensors that the fused kernels share: branches of a step, rows they recompute, rows of the LM head.
 
 S slots, B branches a slot (0 the main one), T block positions, A = S * B room for computed branches, X = B * T,
-R recomputed rows, D head rows, J kept tokens. Everything is made once, for the largest step; how much of it a step
+R recomputed rows, D head rows, J kept tokens. With folding in time S * T stored rows follow the room for recomputed
+ones: row ``A * T + s * T + t`` holds what the state accepted last has for position t of slot s. Everything is made once, for the largest step; how much of it a step
 uses is a count on the device, and what lies beyond the count is undefined.
 """
 
@@ -47,7 +48,8 @@ class RowMap:
     """Which positions are recomputed in one layer, and the row where each result lies.
 
     A folded position's result is that of its nearest kept ancestor: since parents have lower numbers than children,
-    branch ``highest bit of (keep[s, t] & ancestors[b])``, row ``row[s, that branch, t]``. Rows stand in no particular
+    branch ``highest bit of (keep[s, t] & ancestors[b])``, row ``row[s, that branch, t]``. Where there is none, the main
+    branch itself was folded, in time: then ``row[s, 0, t]`` is the stored row. Rows stand in no particular
     order: a row's result depends on nothing but itself. ``keep``, ``count`` and ``slot_count`` must be zero before
     ``gate_rows`` fills the map.
     """
@@ -55,7 +57,7 @@ class RowMap:
     keep_ST: torch.Tensor
     """int64 bit set of the branches that are recomputed at a position."""
     row_SBT: torch.Tensor
-    """int32: row of a kept position; undefined elsewhere."""
+    """int32: row of a kept position, and of each of the main branch; undefined elsewhere."""
     count_1: torch.Tensor
     """int32: number of rows."""
     position_R: torch.Tensor
@@ -99,6 +101,25 @@ class Addend:
 
     parts: Parts
     rows: RowMap | None
+    sums_XE: torch.Tensor | None = None
+    """float32, with folding in time: the sums of rows' parts, kept. What reads the addend of a position that has a row
+    of its own puts that row's there (the parts do not last); the stored rows have nothing else."""
+
+    def total(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """What is added by some rows, float32 [n, E]; int64 ``rows_N``."""
+        if self.sums_XE is None:
+            return self.parts.total(rows_N)
+        stored_N = rows_N >= self.parts.values_KRN.shape[1]
+        return torch.where(stored_N[:, None], self.sums_XE[rows_N], self.parts.total(torch.where(stored_N, 0, rows_N)))
+
+
+@dataclass(frozen=True, slots=True)
+class TimeGate:
+    """When a position of the main branch inherits from the state accepted before: the gate's side."""
+
+    delta: float
+    valid_S: torch.Tensor
+    """int32: 1 where the slot's stored rows may be inherited from in this step."""
 
 
 @dataclass(frozen=True, slots=True)

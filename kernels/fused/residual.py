@@ -72,6 +72,21 @@ def added_row(p_parts, i_part, stride, used, o_e, m_e, E: tl.constexpr, K: tl.co
 
 
 @triton.jit
+def summed_row(
+    p_parts, p_sums, i_part, room, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr,
+    SUMS: tl.constexpr,
+):  # fmt: skip
+    """The same where rows from ``room`` on may be stored ones (SUMS), whose parts have been summed before."""
+    if SUMS:
+        stored = i_part >= room
+        b_sum = added_row(p_parts, i_part, stride, used, o_e, m_e & (o_e < tl.where(stored, 0, E)), E, K, COUNTED)
+        p = p_sums + tl.cast(i_part, tl.int64) * E + o_e
+        return tl.where(stored, tl.load(p, mask=m_e & (o_e < tl.where(stored, E, 0)), other=0.0), b_sum)
+    else:
+        return added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)
+
+
+@triton.jit
 def add_rows(b_stored, b_added, dtype):
     """The stream: stored row plus what was added, rounded to the stream's dtype; returned in float32."""
     return (b_stored + b_added).to(dtype).to(tl.float32)
@@ -103,4 +118,4 @@ def stream_rows(
     if addend is None:
         return stored_NE
     row_N = position_N if addend.rows is None else source_rows(addend.rows, branches, position_N)
-    return (stored_NE.float() + addend.parts.total(row_N)).to(stored_NE.dtype)
+    return (stored_NE.float() + addend.total(row_N)).to(stored_NE.dtype)
