@@ -18,7 +18,7 @@ def residuals(engine: Engine, questions: Sequence[Question], config: DecodeConfi
     watch = ResidualWatch(engine.info.spec.num_layers)
     watched = Engine(engine.model, engine.info, engine.tokenizer, "torch")
     requests = (Request(question.prompt_ids, row_id=i) for i, question in enumerate(questions))
-    for _ in watched.stream(requests, replace(config, mode="spiffy"), batch_size, watch):
+    for _ in watched.stream(requests, replace(config.plain(), mode="spiffy"), batch_size, watch):
         pass
     return watch
 
@@ -32,13 +32,14 @@ def sweep_delta(
     repeats: int = 1,
 ) -> list[dict[str, Any]]:
     """Vanilla, Spiffy, and SpecFold at every delta under both FFN gates. One record a setting, vanilla first."""
-    configs = {"vanilla": replace(config, mode="vanilla"), "spiffy": replace(config, mode="spiffy")}
+    plain = config.plain()
+    configs = {"vanilla": plain, "spiffy": replace(plain, mode="spiffy")}
     keys: dict[str, dict[str, Any]] = {name: {"mode": name, "ffn_gate": None, "delta": None} for name in configs}
     gates: tuple[Literal["own", "entry"], ...] = ("own", "entry")
     for gate in gates:
         for delta in deltas:
             name = f"specfold {gate} {delta:g}"
-            configs[name] = replace(config, mode="specfold", ffn_gate=gate, delta=delta)
+            configs[name] = replace(plain, mode="specfold", ffn_gate=gate, delta=delta)
             keys[name] = {"mode": "specfold", "ffn_gate": gate, "delta": delta}
     measured = compare(engine, questions, configs, batch_size, repeats)
     return [keys[m.name] | _record(m, measured[0]) for m in measured]
@@ -54,7 +55,8 @@ def sweep_drafts(
 ) -> list[dict[str, Any]]:
     """Spiffy and SpecFold with every number of drafts: first as graphs of that size, then as the largest graph pruned
     to a budget of that size at every step. One record a setting; vanilla is the one without drafts."""
-    configs = {"vanilla": replace(config, mode="vanilla")}
+    plain = config.plain()
+    configs = {"vanilla": plain}
     keys: dict[str, dict[str, Any]] = {"vanilla": {"mode": "vanilla", "drafts": 0, "pruned_from": None}}
     most = max(counts)
     modes: tuple[Literal["spiffy", "specfold"], ...] = ("spiffy", "specfold")
@@ -63,7 +65,7 @@ def sweep_drafts(
             for whole in (count, most):
                 name = f"{mode} {count} of {whole}"
                 budget = None if whole == count else count
-                configs[name] = replace(config, mode=mode, drafts=whole, draft_budget=budget)
+                configs[name] = replace(plain, mode=mode, drafts=whole, draft_budget=budget)
                 keys[name] = {"mode": mode, "drafts": count, "pruned_from": whole if whole != count else None}
     measured = compare(engine, questions, configs, batch_size, repeats)
     return [keys[m.name] | _record(m, measured[0]) for m in measured]
