@@ -224,6 +224,39 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Carry:
+    """What a step hands to the next one of the same block: stored rows, where the main branch folds in time."""
+
+    branch_S: torch.Tensor
+    """int32: the accepted branch whose results become the stored rows; -1 for none."""
+    steps_S: torch.Tensor
+    """int32: steps of the slot's block so far."""
+    valid_S: torch.Tensor
+    """int32: 1 where the next step may inherit from the stored rows."""
+    compute_ST: torch.Tensor
+    """int64: 1 at the positions that the next step computes whatever has changed: with the sub-block cache the active
+    sub-block, otherwise none."""
+    refresh_every: int
+    """So many steps of a block are followed by one that inherits nothing; 0: none is."""
+    sub_blocks: bool
+    """The sub-block cache: a step whose active sub-block begins with a mask inherits nothing either."""
+
+    @classmethod
+    def empty(
+        cls, num_slots: int, block: int, refresh_every: int, sub_blocks: bool, device: torch.device | str
+    ) -> Carry:
+        """Nothing stored."""
+        branch, steps, valid = torch.zeros((3, num_slots), dtype=torch.int32, device=device)
+        compute = torch.zeros((num_slots, block), dtype=torch.int64, device=device)
+        return cls(branch, steps, valid, compute, refresh_every, sub_blocks)
+
+    def clear(self, slot: int) -> None:
+        """Forgets what is stored: the slot opens another row's block."""
+        self.steps_S[slot].zero_()
+        self.valid_S[slot].zero_()
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
     """Sums per slot, int64, added up step by step; the host clears a slot's when a row enters it."""
 

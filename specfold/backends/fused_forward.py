@@ -9,17 +9,19 @@ E hidden width, H/G query/key-value heads, D head width, L layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.fused.layout import Addend, Branches, Parts, RowMap
+from kernels.fused.arena import Arena
+from kernels.fused.control import Carry
+from kernels.fused.layout import Addend, Branches, Parts, RowMap, TimeGate
 from kernels.fused.linear_plan import make_parts, parts_size
 from kernels.fused.prefix_state import MAX_CHUNKS, PrefixState
 from specfold.backends.operations import Operations
-from specfold.forward import Folding
 from specfold.model import Model, ModelSpec
 from specfold.pages import PagePool
+from specfold.stored import Folding
 
 SPLIT_ROWS = 1152
 """Up to this many rows the chunks of the prefix may be attended side by side, because the GPU would idle otherwise.
@@ -37,6 +39,11 @@ class ForwardShape:
     @property
     def num_rows(self) -> int:
         return self.num_slots * self.num_branches * self.block
+
+    @property
+    def num_stored(self) -> int:
+        """Rows that folding in time keeps from step to step."""
+        return self.num_slots * self.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,30 +90,55 @@ class FoldMaps:
         self.counts_LKX.zero_()
 
 
-class FusedForward:
-    """Buffers of one shape, and the sequence of operations over them."""
+@dataclass(frozen=True, slots=True)
+class _Gates:
+    """How the gates of all layers decide."""
 
-    def __init__(self, ops: Operations, model: Model, pool: PagePool, shape: ForwardShape) -> None:
+    delta: float
+    time: TimeGate | None
+    may_fold: RowMap | None
+    test_entry: bool
+    """Whether the residual is tested at a layer's entry, or the map ``may_fold`` decides alone."""
+    test_middle: bool
+    """Whether it is tested again after attention."""
+
+
+class FusedForward:
+    """Buffers of one shape, and the sequence of operations over them.
+
+    ``carries``: a step inherits from the one before, so that what layers otherwise share each has of its own.
+    """
+
+    def __init__(
+        self, ops: Operations, model: Model, pool: PagePool, shape: ForwardShape, carries: bool = False
+    ) -> None:
         spec, device, dtype = model.spec, model.device, model.dtype
         self.ops, self.model, self.pool, self.shape = ops, model, pool, shape
-        rows = shape.num_rows
+        rows, split = shape.num_rows, shape.num_rows <= SPLIT_ROWS
 
         def buffer(*size: int) -> torch.Tensor:
             return torch.empty(size, device=device, dtype=dtype)
 
         self.maps = FoldMaps.allocate(spec.num_layers, shape, device)
-        self.k_LRGD = buffer(spec.num_layers, rows, spec.num_kv_heads, spec.head_dim)
-        self.v_LRGD = torch.empty_like(self.k_LRGD)
-        self._streams = buffer(2, rows, spec.hidden_size)
+        self.arena: Arena | None = None
+        if carries:
+            self.arena = Arena.allocate(
+                spec.num_layers, rows, shape.num_stored, _heads(spec), spec.hidden_size, split, dtype, device
+            )
+            self.k_LRGD, self.v_LRGD = self.arena.k_LXGD, self.arena.v_LXGD
+        else:
+            self.k_LRGD = buffer(spec.num_layers, rows, spec.num_kv_heads, spec.head_dim)
+            self.v_LRGD = torch.empty_like(self.k_LRGD)
+            self._streams = buffer(2, rows, spec.hidden_size)
+            self._q = buffer(rows, spec.num_heads, spec.head_dim)
+            self._prefix = PrefixState.allocate(self._q, spec.num_kv_heads, split)
         self._normed = buffer(rows, spec.hidden_size)
-        self._q = buffer(rows, spec.num_heads, spec.head_dim)
         self._attended = buffer(rows, spec.num_heads * spec.head_dim)
         self._hidden = buffer(rows, spec.intermediate_size)
         weights = [(w.shape[0], w.shape[1]) for w in _split_weights(model)]
         size = max(parts_size(n, k, dtype, rows) for n, k in weights)
         self._parts = torch.empty(size, device=device, dtype=torch.float32)
         self._parts_used_1 = torch.ones(1, device=device, dtype=torch.int32)
-        self._prefix = PrefixState.allocate(self._q, spec.num_kv_heads, split=rows <= SPLIT_ROWS)
         self._rope: tuple[torch.Tensor, ...] = ()
         self.may_fold: RowMap | None = None
         """Benches: a position may fold only where this map keeps no row; None leaves it to the gate."""
@@ -122,16 +154,19 @@ class FusedForward:
         folding: Folding,
         mask_unit: int,
         length_S: torch.Tensor | None = None,
+        carry: Carry | None = None,
     ) -> tuple[torch.Tensor, Addend]:
         """Runs all layers. Returns the residual stream [N, E] and the last layer's output still to be added to it.
 
         ``mask_unit``: attention inside final branches goes by groups of that many positions. Positions from
-        ``length_S`` on are not computed.
+        ``length_S`` on are not computed. ``carry``: what main branches may inherit, where the forward ``carries``.
         """
+        assert (carry is not None) == (self.arena is not None)
+        gates = self._gates(folding, carry)
         self.maps.clear()
         stream, addend = self.model.embedding_VE, None
         for layer in range(self.model.spec.num_layers):
-            stream, addend = self._layer(layer, stream, addend, branches, page_table_SP, folding, mask_unit, length_S)
+            stream, addend = self._layer(layer, stream, addend, branches, page_table_SP, gates, mask_unit, length_S)
         assert addend is not None
         return stream, addend
 
@@ -149,6 +184,25 @@ class FusedForward:
         rows, pool = self.maps.row_KLSBT[0], self.pool
         self.ops.commit_kv(self.k_LRGD, self.v_LRGD, rows, branch_S, length_S, start_S, page_table_SP, pool.k, pool.v)
 
+    def store(self, branches: Branches, branch_S: torch.Tensor, last: Addend) -> None:
+        """After acceptance: what serves one branch a slot (int32, below 0: of none) becomes the stored rows.
+
+        ``last``: what ``run`` returned.
+        """
+        maps = self.maps
+        self.ops.store_accepted(
+            self.arena, maps.keep_LKST, maps.row_KLSBT, maps.counts_LKX, branches, branch_S, last.parts
+        )
+
+    def _gates(self, folding: Folding, carry: Carry | None) -> _Gates:
+        """The sub-block cache is a pattern that decides alone, at both gates."""
+        if carry is None:
+            return _Gates(folding.delta, None, self.may_fold, True, folding.ffn_gate == "own")
+        time = TimeGate(folding.time_delta, carry.valid_S)
+        if folding.block_cache:
+            return _Gates(folding.delta, time, replace(self.maps.of(0, 0), keep_ST=carry.compute_ST), False, False)
+        return _Gates(folding.delta, time, self.may_fold, True, folding.ffn_gate == "own")
+
     def _layer(
         self,
         index: int,
@@ -156,37 +210,43 @@ class FusedForward:
         addend: Addend | None,
         branches: Branches,
         page_table_SP: torch.Tensor,
-        folding: Folding,
+        gates: _Gates,
         mask_unit: int,
         length_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Addend]:
         ops, spec, layer = self.ops, self.model.spec, self.model.layers[index]
-        entry, middle = self._streams
+        (entry, middle), q, prefix, sums = self._buffers(index)
         qkv_map, ffn_map = self.maps.of(index, 0), self.maps.of(index, 1)
         k, v = self.k_LRGD[index], self.v_LRGD[index]
-        gate = (spec.rms_eps, folding.delta)
+        gate = (spec.rms_eps, gates.delta)
         ops.gate_rows(
-            stream, addend is None, addend, branches, layer.attention_norm_E, *gate, self.may_fold, True, entry,
-            qkv_map, self._normed, length_S,
+            stream, addend is None, addend, branches, layer.attention_norm_E, *gate, gates.may_fold, gates.test_entry,
+            entry, qkv_map, self._normed, length_S, gates.time,
         )  # fmt: skip
         parts = self._parts_for(layer.qkv_NE)
         ops.linear_rows(self._normed, layer.qkv_NE, qkv_map.count_1, 1, parts)
-        ops.rope_rows(parts, layer.qkv_bias_N, qkv_map, branches, *self._rope, self._q, k, v)
+        ops.rope_rows(parts, layer.qkv_bias_N, qkv_map, branches, *self._rope, q, k, v)
         scale = spec.head_dim**-0.5
         pages = (self.pool.k[index], self.pool.v[index])
-        ops.prefix_attention(self._q, qkv_map, *pages, page_table_SP, branches.start_S, scale, self._prefix)
-        ops.block_attention(self._q, k, v, self._prefix, qkv_map, branches, mask_unit, scale, self._attended, length_S)
+        ops.prefix_attention(q, qkv_map, *pages, page_table_SP, branches.start_S, scale, prefix)
+        ops.block_attention(q, k, v, prefix, qkv_map, branches, mask_unit, scale, self._attended, length_S)
         parts = self._parts_for(layer.output_EN)
         ops.linear_rows(self._attended, layer.output_EN, branches.num_live_1, self.shape.block, parts)
-        retest = folding.ffn_gate == "own"
         ops.gate_rows(
-            entry, False, Addend(parts, None), branches, layer.ffn_norm_E, *gate, qkv_map, retest, middle, ffn_map,
-            self._normed, length_S,
+            entry, False, Addend(parts, None), branches, layer.ffn_norm_E, *gate, qkv_map, gates.test_middle, middle,
+            ffn_map, self._normed, length_S, gates.time,
         )  # fmt: skip
         ops.swiglu_rows(self._normed, layer.gate_up_2IE, ffn_map.count_1, 1, self._hidden)
         parts = self._parts_for(layer.down_EI)
         ops.linear_rows(self._hidden, layer.down_EI, ffn_map.count_1, 1, parts)
-        return middle, Addend(parts, ffn_map)
+        return middle, Addend(parts, ffn_map, sums)
+
+    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, PrefixState, torch.Tensor | None]:
+        """Residual streams [2, N, E], queries, states over the prefix, and sums of feed-forward outputs."""
+        if self.arena is None:
+            return self._streams, self._q, self._prefix, None
+        arena = self.arena
+        return arena.stream_LKXE[layer], arena.q_LXHD[layer], arena.prefix(layer), arena.sums_LXE[layer]
 
     def _parts_for(self, weight_NK: torch.Tensor) -> Parts:
         """Partial sums of a projection, in the one buffer that all share."""
@@ -194,17 +254,24 @@ class FusedForward:
         return make_parts(self._parts, self._parts_used_1, width, inner, weight_NK.dtype, self.shape.num_rows)
 
 
-def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape) -> int:
+def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape, carries: bool = False) -> int:
     """Device memory of a ``FusedForward``, without pages: what the memory plan counts."""
     rows, item = shape.num_rows, dtype.itemsize
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    arena = 2 * spec.num_layers * rows * kv * item
-    streams = rows * item * (3 * spec.hidden_size + 2 * heads + spec.intermediate_size)
+    num_states = MAX_CHUNKS if rows <= SPLIT_ROWS else 1
+    shared = rows * item * (spec.hidden_size + heads + spec.intermediate_size)
     shapes = ((heads + 2 * kv, spec.hidden_size), (spec.hidden_size, heads), (spec.hidden_size, spec.intermediate_size))
     parts = 4 * max(parts_size(n, k, dtype, rows) for n, k in shapes)
-    states = 4 * rows * (heads + 2 * spec.num_heads) * (MAX_CHUNKS if rows <= SPLIT_ROWS else 1)
-    maps = spec.num_layers * 2 * (8 * shape.num_slots * shape.block + 4 * rows)
-    return arena + streams + parts + states + maps
+    maps = spec.num_layers * 2 * (8 * shape.num_stored + 4 * rows)
+    if carries:
+        size = spec.num_layers, rows + shape.num_stored, _heads(spec), spec.hidden_size
+        return shared + parts + maps + Arena.num_bytes(*size, num_states, item)
+    states = 4 * rows * (heads + 2 * spec.num_heads) * num_states
+    return 2 * spec.num_layers * rows * kv * item + rows * item * (2 * spec.hidden_size + heads) + shared + parts + states + maps
+
+
+def _heads(spec: ModelSpec) -> tuple[int, int, int]:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim
 
 
 def _split_weights(model: Model) -> tuple[torch.Tensor, ...]:

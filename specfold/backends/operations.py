@@ -26,6 +26,7 @@ class Operations:
     accept: Operation
     commit_kv: Operation
     tally_folds: Operation
+    store_accepted: Operation
     open_block: Operation
 
 
@@ -42,6 +43,7 @@ _MODULES = {
     "accept": "acceptance",
     "commit_kv": "cache",
     "tally_folds": "tally",
+    "store_accepted": "storing",
     "open_block": "opening",
 }
 
