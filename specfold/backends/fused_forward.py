@@ -17,7 +17,7 @@ from kernels.fused.layout import Addend, Branches, Parts, RowMap
 from kernels.fused.linear_plan import make_parts, parts_size
 from kernels.fused.prefix_state import MAX_CHUNKS, PrefixState
 from specfold.backends.operations import Operations
-from specfold.forward import Folding
+from specfold.folding import Folding
 from specfold.model import Model, ModelSpec
 from specfold.pages import PagePool
 

@@ -19,7 +19,7 @@ from specfold.backends.operations import Operations
 from specfold.backends.replay import Replay
 from specfold.drafts import DraftGraph
 from specfold.families.base import MaskKind
-from specfold.forward import Folding
+from specfold.folding import Folding
 from specfold.pages import PagePool
 from specfold.slots import SlotState
 
