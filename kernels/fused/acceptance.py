@@ -158,7 +158,7 @@ def _carry(
         valid_N &= ~(masked_NT & first_NT).any(-1)
         carry.compute_ST[slot_N] = (group_T == active_N1).long()
     carry.branch_S[slot_N] = torch.where(goes_on_N, branch_N, -1).int()
-    carry.steps_S[slot_N] = steps_N.int()
+    carry.steps_S[slot_N] = steps_N
     carry.valid_S[slot_N] = valid_N.int()
 
 

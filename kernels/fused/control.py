@@ -230,7 +230,7 @@ class Carry:
     branch_S: torch.Tensor
     """int32: the accepted branch whose results become the stored rows; -1 for none."""
     steps_S: torch.Tensor
-    """int32: steps of the slot's block so far."""
+    """int64: steps of the slot's block so far."""
     valid_S: torch.Tensor
     """int32: 1 where the next step may inherit from the stored rows."""
     compute_ST: torch.Tensor
@@ -242,13 +242,12 @@ class Carry:
     """The sub-block cache: a step whose active sub-block begins with a mask inherits nothing either."""
 
     @classmethod
-    def empty(
-        cls, num_slots: int, block: int, refresh_every: int, sub_blocks: bool, device: torch.device | str
-    ) -> Carry:
-        """Nothing stored."""
-        branch, steps, valid = torch.zeros((3, num_slots), dtype=torch.int32, device=device)
+    def empty(cls, steps_S: torch.Tensor, block: int, refresh_every: int = 0, sub_blocks: bool = False) -> Carry:
+        """Nothing stored; ``steps_S`` is the slots' own."""
+        num_slots, device = len(steps_S), steps_S.device
+        branch, valid = torch.zeros((2, num_slots), dtype=torch.int32, device=device)
         compute = torch.zeros((num_slots, block), dtype=torch.int64, device=device)
-        return cls(branch, steps, valid, compute, refresh_every, sub_blocks)
+        return cls(branch, steps_S, valid, compute, refresh_every, sub_blocks)
 
     def clear(self, slot: int) -> None:
         """Forgets what is stored: the slot opens another row's block."""

@@ -19,9 +19,9 @@ from kernels.fused.layout import Addend, Branches, Parts, RowMap, TimeGate
 from kernels.fused.linear_plan import make_parts, parts_size
 from kernels.fused.prefix_state import MAX_CHUNKS, PrefixState
 from specfold.backends.operations import Operations
+from specfold.folding import Folding
 from specfold.model import Model, ModelSpec
 from specfold.pages import PagePool
-from specfold.stored import Folding
 
 SPLIT_ROWS = 1152
 """Up to this many rows the chunks of the prefix may be attended side by side, because the GPU would idle otherwise.

@@ -19,9 +19,9 @@ from specfold.backends.operations import Operations
 from specfold.backends.replay import Replay
 from specfold.drafts import DraftGraph
 from specfold.families.base import MaskKind
+from specfold.folding import Folding
 from specfold.pages import PagePool
 from specfold.slots import SlotState
-from specfold.stored import Folding
 
 
 class FusedStep:
@@ -53,7 +53,7 @@ class FusedStep:
         self.counters = Counters.empty(num_slots, num_branches, model.spec.num_layers, self.graph.num_depths, device)
         self.carry: Carry | None = None
         if self.folding.carries:
-            self.carry = Carry.empty(num_slots, block, config.refresh_every, config.use_block_cache, device)
+            self.carry = Carry.empty(slots.steps_S, block, config.refresh_every, config.use_block_cache)
         self._mask_unit = mask_unit(rules.final_mask, block, block)
         self._replays: dict[tuple[bool, bool], Replay] = {}
 

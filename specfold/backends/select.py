@@ -28,7 +28,6 @@ def make_backend(name: str, setup: RunSetup) -> Backend:
         return TorchBackend(setup)
     if setup.watch is not None:
         raise ConfigError(f"only backend torch can be watched, not {name}.")
-    _require_exact(name, setup)
     # Imported late: a CPU job needs no Triton.
     from specfold.backends.fused_backend import FusedBackend
     from specfold.backends.operations import load_operations
@@ -40,17 +39,9 @@ def plan_backend(name: str, setup: RunSetup) -> MemoryPlan | None:
     """How a run's memory would be divided; None for the torch backend, which takes it as it comes."""
     if name == "torch":
         return None
-    _require_exact(name, setup)
     from specfold.backends.fused_backend import plan_run
 
     return plan_run(setup)
-
-
-def _require_exact(name: str, setup: RunSetup) -> None:
-    """Raises ConfigError for what the fused backend does not have."""
-    if setup.config.carries:
-        setting = "use_block_cache" if setup.config.use_block_cache else "delta_time"
-        raise ConfigError(f"{setting} needs backend torch: {name} does not have it.")
 
 
 def _interpreting() -> bool:

@@ -20,7 +20,7 @@ from specfold.benchmark.shapes import weight_floor_s
 from specfold.config import DecodeConfig, Mode
 from specfold.decoder import Decoder
 from specfold.engine import Engine
-from specfold.forward import Folding
+from specfold.folding import Folding
 from specfold.request import Request
 
 
