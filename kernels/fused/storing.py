@@ -136,7 +136,7 @@ def _store_kernel(
                 o_h, o_d = tl.arange(0, BH), tl.arange(0, BD)
                 m_h = o_h < H
                 mask = m_h[:, None] & (o_d < D)[None, :]
-                o_head = (o_layer * STATES + (o_h // GROUP) * tl.cast(room, tl.int64)) * GROUP + o_h % GROUP
+                o_head = (o_layer * (STATES * G) + (o_h // GROUP) * tl.cast(room, tl.int64)) * GROUP + o_h % GROUP
                 o_from = o_head + i_row * GROUP
                 b_m = tl.load(p_m + o_from, mask=m_h, other=0.0)
                 b_l = tl.load(p_l + o_from, mask=m_h, other=0.0)

@@ -17,7 +17,7 @@ from tests.kernels.attention_inputs import Inputs, Shape, make_inputs
 from tests.kernels.fused_branches import MIXED, counted, make_branches, random_map, source_of, stored_row
 from tests.kernels.fused_inputs import DEVICE, DTYPES, poisoned
 
-LAYERS, HEADS, WIDTH, BLOCK = 3, (5, 1, 8), 24, 4
+LAYERS, HEADS, WIDTH, BLOCK = 3, (6, 2, 8), 24, 4
 FIELDS = ("stream_LKXE", "q_LXHD", "k_LXGD", "v_LXGD", "m_LCGXY", "l_LCGXY", "acc_LCGXYD", "sums_LXE")
 
 
