@@ -56,7 +56,8 @@ class TorchBackend:
             stored=stored,
             watch=watch,
         )
-        self._tally = Tally(setup.batch_size, model.spec.num_layers, setup.rules.block_size, self._context.graph)
+        num_layers, graph = model.spec.num_layers, self._context.graph
+        self._tally = Tally(setup.batch_size, num_layers, block, graph, folding.carries)
         self._num_output = [0] * setup.batch_size
 
     @torch.inference_mode()
