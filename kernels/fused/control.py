@@ -272,12 +272,15 @@ class Counters:
     """Recomputed rows of all layers."""
     folded_qkv_SLK: torch.Tensor
     folded_ffn_SLK: torch.Tensor
+    main_qkv_SL: torch.Tensor
+    """Positions of denoising main branches that were folded in time."""
+    main_ffn_SL: torch.Tensor
 
     @classmethod
     def empty(
         cls, num_slots: int, num_branches: int, num_layers: int, num_depths: int, device: torch.device | str
     ) -> Counters:
-        shapes = {"K": (num_depths,), "B": (num_branches,), "LK": (num_layers, num_depths), "": ()}
+        shapes = {"K": (num_depths,), "B": (num_branches,), "LK": (num_layers, num_depths), "L": (num_layers,), "": ()}
         suffixes = {f.name: f.name.rsplit("_S", 1)[1] for f in fields(cls)}
         return cls(
             **{

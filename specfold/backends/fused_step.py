@@ -140,7 +140,8 @@ class FusedStep:
         ops.accept(*control, predictions, self.result, self._commit, self.counters, self.carry)
         commit = self._commit
         self.forward.commit(commit.branch_S, commit.length_S, commit.start_S, self._state.page_table_SP)
-        ops.tally_folds(branches, self.graph, self.forward.maps.keep_LKST, self.counters)
+        carries = self.carry is not None
+        ops.tally_folds(branches, self.graph, self.forward.maps.keep_LKST, self.counters, carries)
         if self.carry is not None:
             self.forward.store(branches, self.carry.branch_S, addend)
 
