@@ -1,8 +1,8 @@
 """What folding in time keeps of every layer: rows recomputed in a step, until one branch is accepted, and stored ones.
 
 L layers, X = R + S * T rows: room for R = A * T recomputed ones (or, of the residual streams, list positions), then
-the stored ones, row ``R + s * T + t`` for position t of slot s. K = 0 at a layer's entry, 1 after attention. E hidden
-width, H/G query/key-value heads, Y = H / G, D head width, C chunks of the prefix.
+the Z stored ones, row ``R + s * T + t`` for position t of slot s. K = 0 at a layer's entry, 1 after attention. E hidden
+width, I feed-forward width, H/G query/key-value heads, Y = H / G, D head width, C chunks of the prefix.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.fused.prefix_state import PLANS, AttentionPlan, PrefixState
+from kernels.fused.layout import Parts
+from kernels.fused.linear_plan import make_parts, parts_size
+from kernels.fused.prefix_state import MAX_CHUNKS, PLANS, AttentionPlan, PrefixState
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,43 +27,40 @@ class Arena:
     m_LCGXY: torch.Tensor
     l_LCGXY: torch.Tensor
     acc_LCGXYD: torch.Tensor
-    sums_LXE: torch.Tensor
-    """float32: feed-forward outputs. In the model's dtype a position folded at an unchanged input would change."""
+    parts_LM: torch.Tensor
+    """float32: feed-forward outputs of recomputed rows, as partial sums."""
+    used_L: torch.Tensor
+    """int32: see ``Parts``."""
+    ffn_LZE: torch.Tensor
+    """float32: those of the stored rows. Rounded, what a position folded at an unchanged input adds would change."""
     num_rows: int
     """R."""
     plan: AttentionPlan
 
     @classmethod
     def allocate(
-        cls,
-        num_layers: int,
-        num_rows: int,
-        num_stored: int,
-        heads: tuple[int, int, int],
-        hidden_size: int,
-        split: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        cls, size: ArenaSize, split: bool, dtype: torch.dtype, device: torch.device | str
     ) -> Arena:
-        """``heads``: query heads, key/value heads and their width. ``split``: see ``PrefixState.allocate``."""
-        num_heads, num_kv, head_dim = heads
-        room, plan = num_rows + num_stored, PLANS[dtype]
+        """``split``: see ``PrefixState.allocate``."""
+        plan, room = PLANS[dtype], size.room
 
-        def buffer(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty((num_layers, *size), dtype=dtype, device=device)
+        def buffer(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty((size.num_layers, *shape), dtype=dtype, device=device)
 
-        states = (plan.max_chunks if split else 1, num_kv, room, num_heads // num_kv)
-        assert room * hidden_size < 2**31, "the kernels count a layer's elements in 32 bits"
+        states = (plan.max_chunks if split else 1, size.num_kv, room, size.num_heads // size.num_kv)
+        parts = parts_size(size.hidden_size, size.intermediate_size, dtype, size.num_rows)
         return cls(
-            buffer(2, room, hidden_size),
-            buffer(room, num_heads, head_dim),
-            buffer(room, num_kv, head_dim),
-            buffer(room, num_kv, head_dim),
+            buffer(2, room, size.hidden_size),
+            buffer(room, size.num_heads, size.head_dim),
+            buffer(room, size.num_kv, size.head_dim),
+            buffer(room, size.num_kv, size.head_dim),
             buffer(*states, dtype=torch.float32),
             buffer(*states, dtype=torch.float32),
-            buffer(*states, head_dim, dtype=torch.float32),
-            buffer(room, hidden_size, dtype=torch.float32),
-            num_rows,
+            buffer(*states, size.head_dim, dtype=torch.float32),
+            buffer(parts, dtype=torch.float32),
+            torch.ones(size.num_layers, dtype=torch.int32, device=device),
+            buffer(size.num_stored, size.hidden_size, dtype=torch.float32),
+            size.num_rows,
             plan,
         )
 
@@ -69,11 +68,35 @@ class Arena:
         """One layer's states over the prefix."""
         return PrefixState(self.m_LCGXY[layer], self.l_LCGXY[layer], self.acc_LCGXYD[layer], self.plan)
 
-    @staticmethod
-    def num_bytes(
-        num_layers: int, room: int, heads: tuple[int, int, int], hidden_size: int, num_states: int, item: int
-    ) -> int:
-        """Of an arena of X = ``room`` rows with elements of ``item`` bytes."""
-        num_heads, num_kv, head_dim = heads
-        row = item * (2 * hidden_size + (num_heads + 2 * num_kv) * head_dim)
-        return num_layers * room * (row + 4 * hidden_size + 4 * num_states * num_heads * (head_dim + 2))
+    def parts(self, layer: int, weight_EI: torch.Tensor) -> Parts:
+        """Where one layer's down projection puts its output."""
+        width, inner = weight_EI.shape
+        used_1 = self.used_L[layer : layer + 1]
+        return make_parts(self.parts_LM[layer], used_1, width, inner, weight_EI.dtype, self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSize:
+    """What decides an arena's size."""
+
+    num_layers: int
+    num_rows: int
+    """R."""
+    num_stored: int
+    """Z."""
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv: int
+    head_dim: int
+
+    @property
+    def room(self) -> int:
+        return self.num_rows + self.num_stored
+
+    def num_bytes(self, split: bool, dtype: torch.dtype) -> int:
+        """Device memory."""
+        row = dtype.itemsize * (2 * self.hidden_size + (self.num_heads + 2 * self.num_kv) * self.head_dim)
+        row += 4 * (MAX_CHUNKS if split else 1) * self.num_heads * (self.head_dim + 2)
+        parts = parts_size(self.hidden_size, self.intermediate_size, dtype, self.num_rows)
+        return self.num_layers * (self.room * row + 4 * (parts + self.num_stored * self.hidden_size))

@@ -20,7 +20,6 @@ from kernels.fused.residual import (
     rms_norm_row,
     row_config,
     source_row,
-    source_rows,
     stored_row,
     stream_rows,
     summed_row,
@@ -78,8 +77,8 @@ def gate_rows(
     num_positions = len(branches.slot_A) * block
     drafts_fold = delta >= 0 and num_branches > 1
     folds = drafts_fold or time is not None
-    sums = addend.sums_XE if addend else None
-    assert sums is None or (added is not None and parts is not None and parts.values_KRN.shape[1] == num_positions)
+    stored = addend.stored_XE if addend else None
+    assert stored is None or (added is not None and parts is not None and parts.values_KRN.shape[1] == num_positions)
     config = row_config(width)
     # Where a tensor is not needed another one stands in for it.
     _gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
@@ -107,7 +106,7 @@ def gate_rows(
         out.position_R,
         out.slot_count_S,
         out.slot_rows_SX,
-        normed_RE if sums is None else sums,
+        normed_RE if stored is None else stored,
         out.count_1 if time is None else time.valid_S,
         eps,
         delta * delta,
@@ -127,7 +126,7 @@ def gate_rows(
         TESTS=folds and (inherit is None or retest),
         DRAFTS=drafts_fold,
         TIME=time is not None,
-        SUMS=sums is not None,
+        STORED=stored is not None,
         ONE_SLOT=num_slots == 1,
         ONE_BRANCH=num_branches == 1,
         EAGER=not by_token and num_positions <= MAX_EAGER,
@@ -164,7 +163,7 @@ def _gate_kernel(
     p_position,
     p_slot_count,
     p_slot_rows,
-    p_sums,
+    p_stored,
     p_valid,
     eps,
     delta_squared,
@@ -184,7 +183,7 @@ def _gate_kernel(
     TESTS: tl.constexpr,
     DRAFTS: tl.constexpr,
     TIME: tl.constexpr,
-    SUMS: tl.constexpr,
+    STORED: tl.constexpr,
     ONE_SLOT: tl.constexpr,
     ONE_BRANCH: tl.constexpr,
     EAGER: tl.constexpr,
@@ -252,17 +251,21 @@ def _gate_kernel(
                 b_stored = stored_row(p_source, i_source, o_e, m_e, E, CACHE)  # [BE]
             if (not EARLY) and (K > 0) and (MAPPED or not AT_ONCE):
                 b_added = summed_row(
-                    p_parts, p_sums, i_part, num_positions, stride, used, o_e, m_e, E, K, COUNTED, SUMS
+                    p_parts, p_stored, i_part, num_positions, stride, used, o_e, m_e, E, K, COUNTED, STORED
                 )  # [BE]  # fmt: skip
-            if TIME and TESTS:
+            if TESTS and (not DRAFTS):
                 i_before = num_positions + i_slot * T + i_t
-                b_before = stored_row(p_stream, i_before, o_e, o_e < tl.where(in_time, E, 0), E, CACHE)  # [BE]
-            if TESTS and DRAFTS:
+                b_above = stored_row(p_stream, i_before, o_e, o_e < tl.where(in_time, E, 0), E, CACHE)  # [BE]
+            elif TESTS:
                 # Masked and not branched over: the parent's row is on its way together with the branch's own.
                 i_above = i_slot * num_branches + tl.load(p_parent + i_branch)
                 i_p_above = tl.load(p_index + i_above, cache_modifier=CACHE) * T + i_t
                 i_source = tl.load(p_tokens + i_above * T + i_t, cache_modifier=CACHE) if BY_TOKEN else i_p_above
-                b_above = stored_row(p_source, i_source, o_e, o_e < tl.where(fold, E, 0), E, CACHE)  # [BE]
+                p_above, tested = p_source, fold
+                if TIME:
+                    p_above, tested = tl.where(in_time, p_stream, p_source), fold | in_time
+                    i_source = tl.where(in_time, num_positions + i_slot * T + i_t, i_source)
+                b_above = stored_row(p_above, i_source, o_e, o_e < tl.where(tested, E, 0), E, CACHE)  # [BE]
                 i_part_above = i_p_above
                 if MAPPED:
                     # A branch's ancestors are its parent's and itself. (Of main branches this makes none, hence row 0.)
@@ -274,33 +277,27 @@ def _gate_kernel(
                     used = tl.load(p_used)
                 if K > 0:
                     b_added = summed_row(
-                        p_parts, p_sums, i_part, num_positions, stride, used, o_e, m_e, E, K, COUNTED, SUMS
+                        p_parts, p_stored, i_part, num_positions, stride, used, o_e, m_e, E, K, COUNTED, STORED
                     )  # [BE]  # fmt: skip
             b_x = b_stored
             if K > 0:
                 b_x = add_rows(b_stored, b_added, dtype)
-            if SUMS:
-                own = i_part < num_positions
-                if not ONE_BRANCH:
-                    own = ((tl.load(p_added_keep + i_slot * T + i_t, cache_modifier=CACHE) >> i_branch) & 1) > 0
-                m_own = o_e < tl.where(own, E, 0)
-                tl.store(p_sums + tl.cast(i_part, tl.int64) * E + o_e, b_added, mask=m_own)
             if TESTS and DRAFTS:
                 if K > 0:
                     # Where the position was folded in the layer before, the same row serves both: it is here already.
                     other = i_part_above != i_part
                     m_other = o_e < tl.where(fold & other, E, 0)
                     b_other = summed_row(
-                        p_parts, p_sums, i_part_above, num_positions, stride, used, o_e, m_other, E, K, COUNTED, SUMS
+                        p_parts, p_stored, i_part_above, num_positions, stride, used, o_e, m_other, E, K, COUNTED, STORED
                     )  # [BE]  # fmt: skip
-                    b_above = add_rows(b_above, tl.where(other, b_other, b_added), dtype)
+                    b_parent = add_rows(b_above, tl.where(other, b_other, b_added), dtype)
+                    b_above = tl.where(in_time, b_above, b_parent) if TIME else b_parent
                 if TIME:
-                    b_above = tl.where(in_time, b_before, b_above)
                     fold = (fold | in_time) & _is_near(b_x, b_above, tl.where(in_time, time_squared, delta_squared))
                 else:
                     fold = fold & _is_near(b_x, b_above, delta_squared)
             elif TESTS:
-                fold = in_time & _is_near(b_x, b_before, time_squared)
+                fold = in_time & _is_near(b_x, b_above, time_squared)
             elif TIME:
                 fold = fold | in_time if DRAFTS else in_time
             tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)
@@ -363,11 +360,6 @@ def gate_rows_reference(
 
     x = stream(position, branch)
     stream_NE[position] = x
-    if addend is not None and addend.sums_XE is not None:
-        assert addend.rows is not None
-        row = source_rows(addend.rows, branches, position)
-        row = row[row < addend.parts.values_KRN.shape[1]]
-        addend.sums_XE[row] = addend.parts.total(row)
 
     denoises = branches.kind_SB[slot, branch] == DENOISE
     fold = (branch > 0) & denoises & (delta >= 0)

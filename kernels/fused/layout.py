@@ -101,16 +101,17 @@ class Addend:
 
     parts: Parts
     rows: RowMap | None
-    sums_XE: torch.Tensor | None = None
-    """float32, with folding in time: the sums of rows' parts, kept. What reads the addend of a position that has a row
-    of its own puts that row's there (the parts do not last); the stored rows have nothing else."""
+    stored_XE: torch.Tensor | None = None
+    """float32, with folding in time: the sums of the stored rows, which follow the parts' rows."""
 
     def total(self, rows_N: torch.Tensor) -> torch.Tensor:
         """What is added by some rows, float32 [n, E]; int64 ``rows_N``."""
-        if self.sums_XE is None:
+        if self.stored_XE is None:
             return self.parts.total(rows_N)
-        stored_N = rows_N >= self.parts.values_KRN.shape[1]
-        return torch.where(stored_N[:, None], self.sums_XE[rows_N], self.parts.total(torch.where(stored_N, 0, rows_N)))
+        room = self.parts.values_KRN.shape[1]
+        is_stored = rows_N >= room
+        stored = self.stored_XE[torch.where(is_stored, rows_N - room, 0)]
+        return torch.where(is_stored[:, None], stored, self.parts.total(torch.where(is_stored, 0, rows_N)))
 
 
 @dataclass(frozen=True, slots=True)

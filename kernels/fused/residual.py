@@ -73,15 +73,14 @@ def added_row(p_parts, i_part, stride, used, o_e, m_e, E: tl.constexpr, K: tl.co
 
 @triton.jit
 def summed_row(
-    p_parts, p_sums, i_part, room, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr,
-    SUMS: tl.constexpr,
+    p_parts, p_stored, i_part, room, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr,
+    STORED: tl.constexpr,
 ):  # fmt: skip
-    """The same where rows from ``room`` on may be stored ones (SUMS), whose parts have been summed before."""
-    if SUMS:
-        stored = i_part >= room
-        b_sum = added_row(p_parts, i_part, stride, used, o_e, m_e & (o_e < tl.where(stored, 0, E)), E, K, COUNTED)
-        p = p_sums + tl.cast(i_part, tl.int64) * E + o_e
-        return tl.where(stored, tl.load(p, mask=m_e & (o_e < tl.where(stored, E, 0)), other=0.0), b_sum)
+    """The same where rows from ``room`` on are stored ones (STORED), which have one part."""
+    if STORED:
+        is_stored, i_part = i_part >= room, tl.cast(i_part, tl.int64)
+        p_row = tl.where(is_stored, p_stored + (i_part - room) * E, p_parts + i_part * E)
+        return added_row(p_row, 0, stride, tl.where(is_stored, 1, used), o_e, m_e, E, K, True)
     else:
         return added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)
 

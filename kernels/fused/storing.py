@@ -26,19 +26,19 @@ def store_accepted(
     counts_LKX: torch.Tensor,
     branches: Branches,
     branch_S: torch.Tensor,
-    last: Parts,
+    down: Parts,
 ) -> None:
     """Copies to the stored rows, layer by layer, what serves the positions of branch ``branch_S[s]`` (int32).
 
-    Below 0 nothing of a slot is copied, nor where a stored row serves already. ``last``: the parts of the last layer's
-    feed-forward output, which nothing has summed. ``start_S`` must be what it was in the forward.
+    Below 0 nothing of a slot is copied, nor where a stored row serves already. ``down``: parts of the first layer's
+    feed-forward output; those of the others lie alike. ``start_S`` must be what it was in the forward.
     """
     num_layers, _, num_slots, block = keep_LKST.shape
     num_heads, head_dim = arena.q_LXHD.shape[2:]
     num_kv, width = arena.k_LXGD.shape[2], arena.stream_LKXE.shape[3]
     plan, room = arena.plan, arena.q_LXHD.shape[1]
-    tensors = (arena.stream_LKXE, arena.q_LXHD, arena.k_LXGD, arena.v_LXGD, arena.acc_LCGXYD, arena.sums_LXE)
-    assert all(x.is_contiguous() for x in (*tensors, keep_LKST, row_KLSBT, counts_LKX, last.values_KRN[0]))
+    tensors = (arena.stream_LKXE, arena.q_LXHD, arena.k_LXGD, arena.v_LXGD, arena.acc_LCGXYD, arena.ffn_LZE)
+    assert all(x.is_contiguous() for x in (*tensors, keep_LKST, row_KLSBT, counts_LKX, down.values_KRN[0]))
     split = arena.m_LCGXY.shape[1] > 1
     _store_kernel[(block, num_slots, num_layers)](
         arena.stream_LKXE,
@@ -48,7 +48,7 @@ def store_accepted(
         arena.m_LCGXY,
         arena.l_LCGXY,
         arena.acc_LCGXYD,
-        arena.sums_LXE,
+        arena.ffn_LZE,
         keep_LKST,
         row_KLSBT,
         counts_LKX,
@@ -56,16 +56,17 @@ def store_accepted(
         branches.ancestors_B,
         branches.start_S,
         branch_S,
-        last.values_KRN,
-        counts_LKX if last.used_1 is None else last.used_1,
-        last.stride,
+        arena.parts_LM,
+        arena.used_L,
+        arena.parts_LM.shape[1],
+        down.stride,
         arena.num_rows,
         room,
         T=block,
         B=branches.kind_SB.shape[1],
         E=width,
-        K=len(last.values_KRN),
-        COUNTED=last.used_1 is not None,
+        K=len(down.values_KRN),
+        COUNTED=down.used_1 is not None,
         H=num_heads,
         G=num_kv,
         D=head_dim,
@@ -101,8 +102,8 @@ def _copy(p, i_from, i_to, W: tl.constexpr, BW: tl.constexpr):
 
 @triton.jit
 def _store_kernel(
-    p_stream, p_q, p_k, p_v, p_m, p_l, p_acc, p_sums, p_keep, p_row, p_counts, p_index, p_ancestors, p_start,
-    p_accepted, p_parts, p_used, stride, num_rows, room,
+    p_stream, p_q, p_k, p_v, p_m, p_l, p_acc, p_ffn, p_keep, p_row, p_counts, p_index, p_ancestors, p_start,
+    p_accepted, p_parts, p_used, layer_stride, stride, num_rows, room,
     T: tl.constexpr, B: tl.constexpr, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, PREFIX_BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     SPLIT_TILES: tl.constexpr, KEYS_A_TILE: tl.constexpr, STATES: tl.constexpr, BQ: tl.constexpr, BKV: tl.constexpr,
@@ -158,15 +159,13 @@ def _store_kernel(
         if kept:
             i_p = tl.load(p_index + i_s * B + i_source) * T + i_t
             _copy(p_stream, 2 * o_layer + room + i_p, 2 * o_layer + room + i_to, E, BE)
-            if i_l < num_layers - 1:
-                _copy(p_sums, o_layer + i_row, o_layer + i_to, E, BE)
-            else:
-                used = K
-                if COUNTED:
-                    used = tl.load(p_used)
-                o_e = tl.arange(0, BE)
-                b_sum = added_row(p_parts, i_row, stride, used, o_e, o_e < E, E, K, COUNTED)
-                tl.store(p_sums + (o_layer + i_to) * E + o_e, b_sum, mask=o_e < E)
+            used = K
+            if COUNTED:
+                used = tl.load(p_used + i_l)
+            o_e = tl.arange(0, BE)
+            p_parts += tl.cast(i_l, tl.int64) * layer_stride
+            b_sum = added_row(p_parts, i_row, stride, used, o_e, o_e < E, E, K, COUNTED)
+            tl.store(p_ffn + (tl.cast(i_map, tl.int64) * T + i_t) * E + o_e, b_sum, mask=o_e < E)
 
 
 def store_accepted_reference(
@@ -176,7 +175,7 @@ def store_accepted_reference(
     counts_LKX: torch.Tensor,
     branches: Branches,
     branch_S: torch.Tensor,
-    last: Parts,
+    down: Parts,
 ) -> None:
     """The same in torch, after ``prefix_attention_reference``, which leaves one state."""
     block, device = keep_LKST.shape[3], keep_LKST.device
@@ -200,7 +199,12 @@ def store_accepted_reference(
                     x_LXHD[layer, to_N] = x_LXHD[layer, row_N]
                 for x_LCGX in (arena.m_LCGXY, arena.l_LCGXY, arena.acc_LCGXYD):
                     x_LCGX[layer, 0, :, to_N] = x_LCGX[layer, 0, :, row_N]
-            elif layer < len(keep_LKST) - 1:
-                arena.sums_LXE[layer, to_N] = arena.sums_LXE[layer, row_N]
             else:
-                arena.sums_LXE[layer, to_N] = last.total(row_N)
+                arena.ffn_LZE[layer, to_N - arena.num_rows] = _parts_of(arena, down, layer).total(row_N)
+
+
+def _parts_of(arena: Arena, down: Parts, layer: int) -> Parts:
+    """One layer's parts, which lie like those of the first."""
+    first = down.values_KRN
+    values = arena.parts_LM[layer].as_strided(first.shape, first.stride())
+    return Parts(values, None if down.used_1 is None else arena.used_L[layer : layer + 1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.fused.arena import Arena
+from kernels.fused.arena import Arena, ArenaSize
 from kernels.fused.control import Carry
 from kernels.fused.layout import Addend, Branches, Parts, RowMap, TimeGate
 from kernels.fused.linear_plan import make_parts, parts_size
@@ -122,9 +122,7 @@ class FusedForward:
         self.maps = FoldMaps.allocate(spec.num_layers, shape, device)
         self.arena: Arena | None = None
         if carries:
-            self.arena = Arena.allocate(
-                spec.num_layers, rows, shape.num_stored, _heads(spec), spec.hidden_size, split, dtype, device
-            )
+            self.arena = Arena.allocate(_arena_size(spec, shape), split, dtype, device)
             self.k_LRGD, self.v_LRGD = self.arena.k_LXGD, self.arena.v_LXGD
         else:
             self.k_LRGD = buffer(spec.num_layers, rows, spec.num_kv_heads, spec.head_dim)
@@ -184,15 +182,12 @@ class FusedForward:
         rows, pool = self.maps.row_KLSBT[0], self.pool
         self.ops.commit_kv(self.k_LRGD, self.v_LRGD, rows, branch_S, length_S, start_S, page_table_SP, pool.k, pool.v)
 
-    def store(self, branches: Branches, branch_S: torch.Tensor, last: Addend) -> None:
-        """After acceptance: what serves one branch a slot (int32, below 0: of none) becomes the stored rows.
-
-        ``last``: what ``run`` returned.
-        """
-        maps = self.maps
-        self.ops.store_accepted(
-            self.arena, maps.keep_LKST, maps.row_KLSBT, maps.counts_LKX, branches, branch_S, last.parts
-        )
+    def store(self, branches: Branches, branch_S: torch.Tensor) -> None:
+        """After acceptance: what serves one branch a slot (int32, below 0: of none) becomes the stored rows."""
+        arena, maps = self.arena, self.maps
+        assert arena is not None
+        down = arena.parts(0, self.model.layers[0].down_EI)
+        self.ops.store_accepted(arena, maps.keep_LKST, maps.row_KLSBT, maps.counts_LKX, branches, branch_S, down)
 
     def _gates(self, folding: Folding, carry: Carry | None) -> _Gates:
         """The sub-block cache is a pattern that decides alone, at both gates."""
@@ -215,7 +210,7 @@ class FusedForward:
         length_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Addend]:
         ops, spec, layer = self.ops, self.model.spec, self.model.layers[index]
-        (entry, middle), q, prefix, sums = self._buffers(index)
+        (entry, middle), q, prefix = self._buffers(index)
         qkv_map, ffn_map = self.maps.of(index, 0), self.maps.of(index, 1)
         k, v = self.k_LRGD[index], self.v_LRGD[index]
         gate = (spec.rms_eps, gates.delta)
@@ -237,16 +232,16 @@ class FusedForward:
             ffn_map, self._normed, length_S, gates.time,
         )  # fmt: skip
         ops.swiglu_rows(self._normed, layer.gate_up_2IE, ffn_map.count_1, 1, self._hidden)
-        parts = self._parts_for(layer.down_EI)
-        ops.linear_rows(self._hidden, layer.down_EI, ffn_map.count_1, 1, parts)
-        return middle, Addend(parts, ffn_map, sums)
+        arena, down = self.arena, layer.down_EI
+        parts = self._parts_for(down) if arena is None else arena.parts(index, down)
+        ops.linear_rows(self._hidden, down, ffn_map.count_1, 1, parts)
+        return middle, Addend(parts, ffn_map, None if arena is None else arena.ffn_LZE[index])
 
-    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, PrefixState, torch.Tensor | None]:
-        """Residual streams [2, N, E], queries, states over the prefix, and sums of feed-forward outputs."""
+    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, PrefixState]:
+        """Residual streams [2, N, E], queries and states over the prefix."""
         if self.arena is None:
-            return self._streams, self._q, self._prefix, None
-        arena = self.arena
-        return arena.stream_LKXE[layer], arena.q_LXHD[layer], arena.prefix(layer), arena.sums_LXE[layer]
+            return self._streams, self._q, self._prefix
+        return self.arena.stream_LKXE[layer], self.arena.q_LXHD[layer], self.arena.prefix(layer)
 
     def _parts_for(self, weight_NK: torch.Tensor) -> Parts:
         """Partial sums of a projection, in the one buffer that all share."""
@@ -264,14 +259,16 @@ def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape, carr
     parts = 4 * max(parts_size(n, k, dtype, rows) for n, k in shapes)
     maps = spec.num_layers * 2 * (8 * shape.num_stored + 4 * rows)
     if carries:
-        size = spec.num_layers, rows + shape.num_stored, _heads(spec), spec.hidden_size
-        return shared + parts + maps + Arena.num_bytes(*size, num_states, item)
+        return shared + parts + maps + _arena_size(spec, shape).num_bytes(num_states > 1, dtype)
     states = 4 * rows * (heads + 2 * spec.num_heads) * num_states
     return 2 * spec.num_layers * rows * kv * item + rows * item * (2 * spec.hidden_size + heads) + shared + parts + states + maps
 
 
-def _heads(spec: ModelSpec) -> tuple[int, int, int]:
-    return spec.num_heads, spec.num_kv_heads, spec.head_dim
+def _arena_size(spec: ModelSpec, shape: ForwardShape) -> ArenaSize:
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    return ArenaSize(
+        spec.num_layers, shape.num_rows, shape.num_stored, spec.hidden_size, spec.intermediate_size, *heads
+    )
 
 
 def _split_weights(model: Model) -> tuple[torch.Tensor, ...]:

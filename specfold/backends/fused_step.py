@@ -143,7 +143,7 @@ class FusedStep:
         carries = self.carry is not None
         ops.tally_folds(branches, self.graph, self.forward.maps.keep_LKST, self.counters, carries)
         if self.carry is not None:
-            self.forward.store(branches, self.carry.branch_S, addend)
+            self.forward.store(branches, self.carry.branch_S)
 
     @staticmethod
     def num_bytes(setup: RunSetup) -> int:

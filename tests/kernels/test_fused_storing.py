@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.fused.arena import Arena
+from kernels.fused.arena import Arena, ArenaSize
 from kernels.fused.block_attention import block_attention, block_attention_reference
 from kernels.fused.layout import DENOISE, Branches, Parts, RowMap
 from kernels.fused.prefix_attention import prefix_attention
 from kernels.fused.prefix_state import PLANS
 from kernels.fused.storing import store_accepted, store_accepted_reference
 from tests.kernels.attention_inputs import Inputs, Shape, make_inputs
-from tests.kernels.fused_branches import MIXED, counted, make_branches, random_map, source_of, stored_row
-from tests.kernels.fused_inputs import DEVICE, DTYPES, poisoned
+from tests.kernels.fused_branches import MIXED, make_branches, random_map, source_of, stored_row
+from tests.kernels.fused_inputs import DEVICE, DTYPES
 
-LAYERS, HEADS, WIDTH, BLOCK = 3, (6, 2, 8), 24, 4
-FIELDS = ("stream_LKXE", "q_LXHD", "k_LXGD", "v_LXGD", "m_LCGXY", "l_LCGXY", "acc_LCGXYD", "sums_LXE")
+LAYERS, HEADS, WIDTH, INNER, BLOCK = 3, (6, 2, 8), 24, 160, 4
+FIELDS = ("stream_LKXE", "q_LXHD", "k_LXGD", "v_LXGD", "m_LCGXY", "l_LCGXY", "acc_LCGXYD", "parts_LM", "ffn_LZE")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,8 @@ def make_arena(branches: Branches, dtype: torch.dtype, split: bool) -> Arena:
     """Random numbers everywhere; NaN in the states of the other chunks."""
     num_slots, num_branches, block = branches.tokens_SBT.shape
     stored = num_slots * block
-    arena = Arena.allocate(LAYERS, num_branches * stored, stored, HEADS, WIDTH, split, dtype, DEVICE)
+    size = ArenaSize(LAYERS, num_branches * stored, stored, WIDTH, INNER, *HEADS)
+    arena = Arena.allocate(size, split, dtype, DEVICE)
     for name in FIELDS:
         getattr(arena, name).normal_()
     for name in FIELDS[4:7]:
@@ -48,22 +49,29 @@ def stacked(maps: list[list[RowMap]]) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kinds", [MIXED, [[DENOISE]] * 2], ids=["drafts", "alone"])
-def test_each_position_takes_what_serves_the_accepted_branch(kinds: list[list[int]], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_each_position_takes_what_serves_the_accepted_branch(
+    is_counted: bool, kinds: list[list[int]], dtype: torch.dtype
+) -> None:
     branches = make_branches(kinds, BLOCK)
     maps = [[random_map(branches, 0.5, 0.5) for _ in range(2)] for _ in range(LAYERS)]
     accepted = [2, -1, -1, 4] if len(kinds) > 2 else [-1, 0]
     branch_S = torch.tensor(accepted, dtype=torch.int32, device=DEVICE)
     num_rows = len(branches.slot_A) * BLOCK
-    last = counted(torch.randn(3, num_rows, WIDTH, device=DEVICE))
     start = make_arena(branches, dtype, split=False)
+    down = start.parts(0, torch.empty(WIDTH, INNER, dtype=dtype))
+    assert len(down.values_KRN) > 1
+    if is_counted:
+        start.used_L.copy_(torch.tensor([1, 2, 1]))
+        down = replace(down, used_1=start.used_L[:1])
     for store in (store_accepted, store_accepted_reference):
         arena = replace(start, **{name: getattr(start, name).clone() for name in FIELDS})
-        store(arena, *stacked(maps), branches, branch_S, last)
+        store(arena, *stacked(maps), branches, branch_S, down)
         want = {name: getattr(start, name).clone() for name in FIELDS}
         for layer in range(LAYERS):
             for slot, branch in enumerate(accepted):
                 for t in range(BLOCK if branch >= 0 else 0):
-                    put(want, layer, slot, branch, t, maps[layer], branches, last)
+                    put(want, layer, slot, branch, t, maps[layer], branches, parts_of(start, down, layer))
         for name in FIELDS:
             got = getattr(arena, name)
             if name in FIELDS[4:7]:
@@ -71,6 +79,11 @@ def test_each_position_takes_what_serves_the_accepted_branch(kinds: list[list[in
                 has_prefix = (branches.start_S > 0).repeat_interleave(BLOCK)
                 got, want[name] = got[:, :1, :, num_rows:][:, :, :, has_prefix], want[name][:, :1, :, num_rows:][:, :, :, has_prefix]
             assert torch.equal(got, want[name]), name
+
+
+def parts_of(arena: Arena, down: Parts, layer: int) -> Parts:
+    values = arena.parts_LM[layer].as_strided(down.values_KRN.shape, down.values_KRN.stride())
+    return Parts(values, None if down.used_1 is None else arena.used_L[layer : layer + 1])
 
 
 def put(
@@ -81,7 +94,7 @@ def put(
     t: int,
     maps: list[RowMap],
     branches: Branches,
-    last: Parts,
+    down: Parts,
 ) -> None:
     """One position's stored rows, by the definition."""
     to = stored_row(branches, slot, t)
@@ -94,8 +107,7 @@ def put(
         stream = want["stream_LKXE"][layer, stage]
         stream[to] = stream[int(branches.index_SB[slot, at]) * BLOCK + t]
         if stage == 1:
-            sums = want["sums_LXE"][layer]
-            sums[to] = sums[row] if layer < LAYERS - 1 else last.total(torch.tensor([row], device=DEVICE))[0]
+            want["ffn_LZE"][layer, slot * BLOCK + t] = down.total(torch.tensor([row], device=DEVICE))[0]
             continue
         for name in FIELDS[1:4]:
             want[name][layer, to] = want[name][layer, row]
@@ -107,10 +119,11 @@ def arena_of(x: Inputs) -> Arena:
     """One layer that holds these queries, keys and values."""
     num_rows = len(x.branches.slot_A) * x.branches.tokens_SBT.shape[2]
     heads = (x.q_RHD.shape[1], *x.k_RGD.shape[1:])
-    arena = Arena.allocate(1, num_rows, len(x.q_RHD) - num_rows, heads, 16, True, x.q_RHD.dtype, DEVICE)
+    size = ArenaSize(1, num_rows, len(x.q_RHD) - num_rows, 16, 32, *heads)
+    arena = Arena.allocate(size, True, x.q_RHD.dtype, DEVICE)
     for to, source in ((arena.q_LXHD, x.q_RHD), (arena.k_LXGD, x.k_RGD), (arena.v_LXGD, x.v_RGD)):
         to[0] = source
-    for name in ("m_LCGXY", "l_LCGXY", "acc_LCGXYD", "stream_LKXE", "sums_LXE"):
+    for name in ("m_LCGXY", "l_LCGXY", "acc_LCGXYD", "stream_LKXE", "parts_LM", "ffn_LZE"):
         getattr(arena, name).fill_(torch.nan)
     return arena
 
@@ -140,9 +153,9 @@ def test_attention_from_stored_rows_has_the_same_bits(dtype: torch.dtype) -> Non
     accepted = [0, 2, 1]
     branch_S = torch.tensor(accepted, dtype=torch.int32, device=DEVICE)
     counts = torch.cat((rows.count_1, rows.slot_count_S)).expand(1, 2, -1).contiguous()
-    last = Parts(poisoned(1, arena.num_rows, 16))
+    down = arena.parts(0, torch.empty(16, 32, dtype=dtype))
     maps = rows.keep_ST.expand(1, 2, -1, -1).contiguous(), rows.row_SBT.expand(2, 1, -1, -1, -1).contiguous()
-    store_accepted(arena, *maps, counts, x.branches, branch_S, last)
+    store_accepted(arena, *maps, counts, x.branches, branch_S, down)
     # Of the recomputed rows nothing is left that could be read.
     want = torch.stack([position_rows(before, x, slot, branch) for slot, branch in enumerate(accepted)])
     stored_ST = (arena.num_rows + torch.arange(num_slots * block, device=DEVICE)).view(num_slots, block)
