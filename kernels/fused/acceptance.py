@@ -72,7 +72,11 @@ def accept(
         counters.accepted_SK,
         counters.draft_rows_SK,
         counters.run_lengths_SB,
-        *((commit.branch_S,) * 4 if carry is None else (carry.branch_S, carry.steps_S, carry.valid_S, carry.compute_ST)),
+        *(
+            (commit.branch_S,) * 4
+            if carry is None
+            else (carry.branch_S, carry.steps_S, carry.valid_S, carry.compute_ST)
+        ),
         0.0 if rules.threshold is None else rules.threshold,
         B=graph.num_branches,
         BB=height,

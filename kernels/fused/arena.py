@@ -38,9 +38,7 @@ class Arena:
     plan: AttentionPlan
 
     @classmethod
-    def allocate(
-        cls, size: ArenaSize, split: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> Arena:
+    def allocate(cls, size: ArenaSize, split: bool, dtype: torch.dtype, device: torch.device | str) -> Arena:
         """``split``: see ``PrefixState.allocate``."""
         plan, room = PLANS[dtype], size.room
 

@@ -2,8 +2,9 @@
 
 S slots, B branches a slot (0 the main one), T block positions, A = S * B room for computed branches, X = B * T,
 R recomputed rows, D head rows, J kept tokens. With folding in time S * T stored rows follow the room for recomputed
-ones: row ``A * T + s * T + t`` holds what the state accepted last has for position t of slot s. Everything is made once, for the largest step; how much of it a step
-uses is a count on the device, and what lies beyond the count is undefined.
+ones: row ``A * T + s * T + t`` holds what the state accepted last has for position t of slot s. Everything is made
+once, for the largest step; how much of it a step uses is a count on the device, and what lies beyond the count is
+undefined.
 """
 
 from __future__ import annotations
@@ -121,6 +122,9 @@ class TimeGate:
     delta: float
     valid_S: torch.Tensor
     """int32: 1 where the slot's stored rows may be inherited from in this step."""
+    skips: bool = False
+    """The sub-block cache: a position of a main branch that the given map folds is left out altogether; nothing but its
+    stored row's key and value is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ def _store_kernel(
                 b_l = tl.load(p_l + o_from, mask=m_h, other=0.0)
                 b_acc = tl.load(p_acc + o_from[:, None] * D + o_d[None, :], mask=mask, other=0.0)  # [BH, BD]
                 # In the order and by the operations of block attention: the same bits.
-                for i_c in range(1, num_states):
+                for _ in range(1, num_states):
                     o_from += tl.cast(room, tl.int64) * H
                     m_c = tl.load(p_m + o_from, mask=m_h, other=0.0)
                     l_c = tl.load(p_l + o_from, mask=m_h, other=0.0)
@@ -155,7 +155,9 @@ def _store_kernel(
                 tl.store(p_acc + o_to[:, None] * D + o_d[None, :], b_acc, mask=mask)
 
         p_kept += num_slots * T
-        i_source, i_row, kept = _source(p_kept, p_row, i_branch, ancestors, num_layers * num_slots + i_map, i_s, i_t, B, T)
+        i_source, i_row, kept = _source(
+            p_kept, p_row, i_branch, ancestors, num_layers * num_slots + i_map, i_s, i_t, B, T
+        )
         if kept:
             i_p = tl.load(p_index + i_s * B + i_source) * T + i_t
             _copy(p_stream, 2 * o_layer + room + i_p, 2 * o_layer + room + i_to, E, BE)

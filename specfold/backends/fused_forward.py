@@ -22,6 +22,7 @@ from specfold.backends.operations import Operations
 from specfold.folding import Folding
 from specfold.model import Model, ModelSpec
 from specfold.pages import PagePool
+from specfold.prefill import NO_FOLDING
 
 SPLIT_ROWS = 1152
 """Up to this many rows the chunks of the prefix may be attended side by side, because the GPU would idle otherwise.
@@ -106,11 +107,12 @@ class _Gates:
 class FusedForward:
     """Buffers of one shape, and the sequence of operations over them.
 
-    ``carries``: a step inherits from the one before, so that what layers otherwise share each has of its own.
+    ``folding`` tells whether a step inherits from the one before: with folding in time each layer has of its own what
+    all otherwise share; the sub-block cache only needs room for stored keys and values.
     """
 
     def __init__(
-        self, ops: Operations, model: Model, pool: PagePool, shape: ForwardShape, carries: bool = False
+        self, ops: Operations, model: Model, pool: PagePool, shape: ForwardShape, folding: Folding = NO_FOLDING
     ) -> None:
         spec, device, dtype = model.spec, model.device, model.dtype
         self.ops, self.model, self.pool, self.shape = ops, model, pool, shape
@@ -121,11 +123,12 @@ class FusedForward:
 
         self.maps = FoldMaps.allocate(spec.num_layers, shape, device)
         self.arena: Arena | None = None
-        if carries:
+        if folding.time_delta >= 0:
             self.arena = Arena.allocate(_arena_size(spec, shape), split, dtype, device)
             self.k_LRGD, self.v_LRGD = self.arena.k_LXGD, self.arena.v_LXGD
         else:
-            self.k_LRGD = buffer(spec.num_layers, rows, spec.num_kv_heads, spec.head_dim)
+            room = rows + shape.num_stored if folding.block_cache else rows
+            self.k_LRGD = buffer(spec.num_layers, room, spec.num_kv_heads, spec.head_dim)
             self.v_LRGD = torch.empty_like(self.k_LRGD)
             self._streams = buffer(2, rows, spec.hidden_size)
             self._q = buffer(rows, spec.num_heads, spec.head_dim)
@@ -133,7 +136,7 @@ class FusedForward:
         self._normed = buffer(rows, spec.hidden_size)
         self._attended = buffer(rows, spec.num_heads * spec.head_dim)
         self._hidden = buffer(rows, spec.intermediate_size)
-        weights = [(w.shape[0], w.shape[1]) for w in _split_weights(model)]
+        weights = [(w.shape[0], w.shape[1]) for w in _split_weights(model)[: 2 if self.arena else 3]]
         size = max(parts_size(n, k, dtype, rows) for n, k in weights)
         self._parts = torch.empty(size, device=device, dtype=torch.float32)
         self._parts_used_1 = torch.ones(1, device=device, dtype=torch.int32)
@@ -157,9 +160,8 @@ class FusedForward:
         """Runs all layers. Returns the residual stream [N, E] and the last layer's output still to be added to it.
 
         ``mask_unit``: attention inside final branches goes by groups of that many positions. Positions from
-        ``length_S`` on are not computed. ``carry``: what main branches may inherit, where the forward ``carries``.
+        ``length_S`` on are not computed. ``carry``: what main branches may inherit.
         """
-        assert (carry is not None) == (self.arena is not None)
         gates = self._gates(folding, carry)
         self.maps.clear()
         stream, addend = self.model.embedding_VE, None
@@ -185,7 +187,9 @@ class FusedForward:
     def store(self, branches: Branches, branch_S: torch.Tensor) -> None:
         """After acceptance: what serves one branch a slot (int32, below 0: of none) becomes the stored rows."""
         arena, maps = self.arena, self.maps
-        assert arena is not None
+        if arena is None:
+            self.ops.store_keys(self.k_LRGD, self.v_LRGD, maps.row_KLSBT[0, :, :, 0], branch_S)
+            return
         down = arena.parts(0, self.model.layers[0].down_EI)
         self.ops.store_accepted(arena, maps.keep_LKST, maps.row_KLSBT, maps.counts_LKX, branches, branch_S, down)
 
@@ -193,9 +197,10 @@ class FusedForward:
         """The sub-block cache is a pattern that decides alone, at both gates."""
         if carry is None:
             return _Gates(folding.delta, None, self.may_fold, True, folding.ffn_gate == "own")
-        time = TimeGate(folding.time_delta, carry.valid_S)
+        time = TimeGate(folding.time_delta, carry.valid_S, skips=folding.block_cache)
         if folding.block_cache:
-            return _Gates(folding.delta, time, replace(self.maps.of(0, 0), keep_ST=carry.compute_ST), False, False)
+            pattern = replace(self.maps.of(0, 0), keep_ST=carry.compute_ST)
+            return _Gates(folding.delta, time, pattern, test_entry=False, test_middle=False)
         return _Gates(folding.delta, time, self.may_fold, True, folding.ffn_gate == "own")
 
     def _layer(
@@ -224,12 +229,16 @@ class FusedForward:
         scale = spec.head_dim**-0.5
         pages = (self.pool.k[index], self.pool.v[index])
         ops.prefix_attention(q, qkv_map, *pages, page_table_SP, branches.start_S, scale, prefix)
-        ops.block_attention(q, k, v, prefix, qkv_map, branches, mask_unit, scale, self._attended, length_S)
+        # What is attended stands by list position; where positions are left out, by row.
+        by_row = gates.time is not None and gates.time.skips
+        attended = (qkv_map.count_1, 1) if by_row else (branches.num_live_1, self.shape.block)
+        ops.block_attention(q, k, v, prefix, qkv_map, branches, mask_unit, scale, self._attended, length_S, by_row)
         parts = self._parts_for(layer.output_EN)
-        ops.linear_rows(self._attended, layer.output_EN, branches.num_live_1, self.shape.block, parts)
+        ops.linear_rows(self._attended, layer.output_EN, *attended, parts)
+        addend = Addend(parts, qkv_map if by_row else None)
         ops.gate_rows(
-            entry, False, Addend(parts, None), branches, layer.ffn_norm_E, *gate, qkv_map, gates.test_middle, middle,
-            ffn_map, self._normed, length_S, gates.time,
+            entry, False, addend, branches, layer.ffn_norm_E, *gate, qkv_map, gates.test_middle, middle, ffn_map,
+            self._normed, length_S, gates.time,
         )  # fmt: skip
         ops.swiglu_rows(self._normed, layer.gate_up_2IE, ffn_map.count_1, 1, self._hidden)
         arena, down = self.arena, layer.down_EI
@@ -249,19 +258,22 @@ class FusedForward:
         return make_parts(self._parts, self._parts_used_1, width, inner, weight_NK.dtype, self.shape.num_rows)
 
 
-def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape, carries: bool = False) -> int:
+def forward_bytes(spec: ModelSpec, dtype: torch.dtype, shape: ForwardShape, folding: Folding = NO_FOLDING) -> int:
     """Device memory of a ``FusedForward``, without pages: what the memory plan counts."""
     rows, item = shape.num_rows, dtype.itemsize
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     num_states = MAX_CHUNKS if rows <= SPLIT_ROWS else 1
+    in_time = folding.time_delta >= 0
     shared = rows * item * (spec.hidden_size + heads + spec.intermediate_size)
     shapes = ((heads + 2 * kv, spec.hidden_size), (spec.hidden_size, heads), (spec.hidden_size, spec.intermediate_size))
-    parts = 4 * max(parts_size(n, k, dtype, rows) for n, k in shapes)
+    parts = 4 * max(parts_size(n, k, dtype, rows) for n, k in shapes[: 2 if in_time else 3])
     maps = spec.num_layers * 2 * (8 * shape.num_stored + 4 * rows)
-    if carries:
+    if in_time:
         return shared + parts + maps + _arena_size(spec, shape).num_bytes(num_states > 1, dtype)
     states = 4 * rows * (heads + 2 * spec.num_heads) * num_states
-    return 2 * spec.num_layers * rows * kv * item + rows * item * (2 * spec.hidden_size + heads) + shared + parts + states + maps
+    room = rows + shape.num_stored if folding.block_cache else rows
+    own = item * (2 * spec.num_layers * room * kv + rows * (2 * spec.hidden_size + heads))
+    return own + shared + parts + states + maps
 
 
 def _arena_size(spec: ModelSpec, shape: ForwardShape) -> ArenaSize:
@@ -272,6 +284,6 @@ def _arena_size(spec: ModelSpec, shape: ForwardShape) -> ArenaSize:
 
 
 def _split_weights(model: Model) -> tuple[torch.Tensor, ...]:
-    """One of each kind of weight whose output is partial sums."""
+    """One of each kind of weight whose output is partial sums; the last one's an arena keeps apart."""
     layer = model.layers[0]
     return layer.qkv_NE, layer.output_EN, layer.down_EI

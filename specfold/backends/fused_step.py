@@ -34,7 +34,7 @@ class FusedStep:
         self._state = slots
         self.shape = step_shape(setup)
         self.folding = Folding.of(config)
-        self.forward = FusedForward(ops, model, pool, self.shape, self.folding.carries)
+        self.forward = FusedForward(ops, model, pool, self.shape, self.folding)
         self.forward.reserve_positions(num_positions)
         self.graph = graph_tensors(setup.graph, device, config.draft_budget)
         self.slots = _share(slots)
@@ -152,7 +152,7 @@ class FusedStep:
         rows, vocab = head_capacity(setup), model.head_VE.shape[0]
         # Scratch of the head for each kind of rows, at most three.
         head = rows * model.spec.hidden_size * model.dtype.itemsize + 3 * min(rows * vocab * 4, 1 << 30)
-        return forward_bytes(model.spec, model.dtype, shape, setup.config.carries) + head
+        return forward_bytes(model.spec, model.dtype, shape, Folding.of(setup.config)) + head
 
 
 def step_shape(setup: RunSetup) -> ForwardShape:

@@ -27,6 +27,7 @@ class Operations:
     commit_kv: Operation
     tally_folds: Operation
     store_accepted: Operation
+    store_keys: Operation
     open_block: Operation
 
 
@@ -44,6 +45,7 @@ _MODULES = {
     "commit_kv": "cache",
     "tally_folds": "tally",
     "store_accepted": "storing",
+    "store_keys": "cache",
     "open_block": "opening",
 }
 

@@ -77,7 +77,10 @@ def test_each_position_takes_what_serves_the_accepted_branch(
             if name in FIELDS[4:7]:
                 # Nothing is there to store of a slot without a prefix.
                 has_prefix = (branches.start_S > 0).repeat_interleave(BLOCK)
-                got, want[name] = got[:, :1, :, num_rows:][:, :, :, has_prefix], want[name][:, :1, :, num_rows:][:, :, :, has_prefix]
+                got, want[name] = (
+                    got[:, :1, :, num_rows:][:, :, :, has_prefix],
+                    want[name][:, :1, :, num_rows:][:, :, :, has_prefix],
+                )
             assert torch.equal(got, want[name]), name
 
 
@@ -139,7 +142,7 @@ def attend(x: Inputs, arena: Arena, rows: RowMap) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_from_stored_rows_has_the_same_bits(dtype: torch.dtype) -> None:
-    """A branch is computed, accepted and stored; a main branch that folds altogether, and one that does in part, follow."""
+    """A branch is computed, accepted and stored; then main branches fold altogether, and drafts on them."""
     shape = Shape(num_heads=4, num_kv=2, head_dim=24, num_branches=3, block=8, folded=0.5, in_time=1e-9)
     # Short, of one chunk and of several.
     x = make_inputs([0, 100, 700], shape, dtype, seed=2)
@@ -195,10 +198,14 @@ def test_main_branches_folded_in_part(dtype: torch.dtype) -> None:
     for state in (split, whole):
         prefix_attention(*x.prefix_arguments(), state)
         for values in (state.m_CGRY, state.l_CGRY, state.acc_CGRYD):
-            values[0][:, num_rows:] = torch.rand(values[0][:, num_rows:].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+            values[0][:, num_rows:] = torch.rand(
+                values[0][:, num_rows:].shape, generator=torch.Generator().manual_seed(1)
+            ).to(DEVICE)
     outs = [x.output() for _ in range(3)]
     block_attention(*x.block_arguments(split, 6), outs[0])
     block_attention(*x.block_arguments(whole, 6), outs[1])
     block_attention_reference(*x.block_arguments(whole, 6), outs[2])
     assert torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num())
-    torch.testing.assert_close(outs[1], outs[2], equal_nan=True, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        outs[1], outs[2], equal_nan=True, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.fused.gate import gate_rows, gate_rows_reference
-from kernels.fused.layout import DENOISE, FINAL, Addend, Branches, HeadRows, RowMap, TimeGate
+from kernels.fused.layout import DENOISE, FINAL, Addend, HeadRows, RowMap, TimeGate
 from kernels.fused.norm import head_norm, head_norm_reference
 from kernels.norm import rms_norm
 from tests.kernels.fused_branches import (
@@ -66,7 +66,9 @@ class Case:
             if b == 0 and self.valid_S[s]:
                 far = (0.0, 0.1, 0.4)[t % 3]
                 noise = torch.randn(width).to(x.device, torch.float32)
-                self.stored[stored_row(branches, s, t)] = (x.float() + far * x.float().norm() / noise.norm() * noise).to(dtype)
+                self.stored[stored_row(branches, s, t)] = (
+                    x.float() + far * x.float().norm() / noise.norm() * noise
+                ).to(dtype)
         self.folded = {at: self._folds(*at) for at in self.values}
 
     def _addend(self, width: int) -> Addend:
@@ -108,7 +110,9 @@ class Case:
         if self.stage == "entry":
             return True
         x = self.values[s, b, t].double()
-        above = self.stored[stored_row(self.branches, s, t)] if main else self.values[s, int(self.branches.parent_B[b]), t]
+        above = (
+            self.stored[stored_row(self.branches, s, t)] if main else self.values[s, int(self.branches.parent_B[b]), t]
+        )
         return bool((x - above.double()).norm() <= (NEAR if main else self.delta) * above.double().norm())
 
     def run(self, gate: Gate) -> tuple[torch.Tensor, RowMap, torch.Tensor]:
@@ -171,7 +175,21 @@ def test_all_can_fold_and_nan_never_does() -> None:
                 source[spoilt] = torch.nan
             out = empty_map(branches)
             time = TimeGate(0.0, torch.ones(1, dtype=torch.int32, device=DEVICE))
-            gate(source, False, None, branches, weight, EPS, 0.0, None, False, stream.clone(), out, source.clone(), time=time)
+            gate(
+                source,
+                False,
+                None,
+                branches,
+                weight,
+                EPS,
+                0.0,
+                None,
+                False,
+                stream.clone(),
+                out,
+                source.clone(),
+                time=time,
+            )
             assert out.keep_ST.tolist() == want
             assert int(out.count_1) == bin(want[0][1]).count("1")
             assert out.row_SBT[0, 0].tolist()[:1] == [4]
