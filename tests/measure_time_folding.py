@@ -1,11 +1,11 @@
-"""Measure what folding in time costs in accuracy and saves in rows, on the bundled models; the sub-block cache beside it.
+"""Measure what folding in time and the sub-block cache cost in accuracy and save in rows, on the bundled models.
 
     python tests/measure_time_folding.py out.jsonl                        # goes on where the file ends
     python tests/measure_time_folding.py out.jsonl --seconds 500          # start no further run after this time
     python tests/measure_time_folding.py out.jsonl --table                # the file as Markdown
 
-Two texts: held-out word problems, which the models answer, and GSM8K questions, on which they are unsure of every token:
-accuracy means nothing there, agreement with plain decoding is the strictest test there is.
+Two texts: held-out word problems, which the models answer, and GSM8K questions, on which they are unsure of every
+token: accuracy means nothing there, agreement with plain decoding is the strictest test there is.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def table(records: list[dict[str, Any]]) -> str:
         setting = ", ".join(f"{name} {value}" for name, value in r["setting"].items())
         lines.append(
             f"| {r['text']}, {r['model']} | {setting} | {right} | {r['same'] / n:.0%} | {r['forwards']:.1f} | "
-            f"{r['qkv_share']:.2f}, {r['ffn_share']:.2f} | {r['qkv_rows_per_token']:.0f}, {r['ffn_rows_per_token']:.0f} |"
+            f"{r['qkv_share']:.2f}, {r['ffn_share']:.2f} | "
+            f"{r['qkv_rows_per_token']:.0f}, {r['ffn_rows_per_token']:.0f} |"
         )
     return "\n".join(lines)
 

@@ -94,6 +94,7 @@ def _record(measured: Measurement, first: Measurement) -> dict[str, Any]:
         "accepted_per_forward": stats.drafts_accepted / max(stats.num_forwards, 1),
         "proposed_per_forward": stats.drafts_proposed / max(stats.num_forwards, 1),
         "fold_rate": stats.fold_rate,
+        "time_fold_rate": stats.time_fold_rate,
         "qkv_rows_per_token": stats.recomputed_qkv_rows / tokens,
         "ffn_rows_per_token": stats.recomputed_ffn_rows / tokens,
         "tokens_per_second": tokens / measured.seconds,
