@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -30,20 +31,21 @@ from reference_training.task import heldout_problems, is_right  # noqa: E402
 
 from cluster.evaluation.statistics import wilson_interval  # noqa: E402
 from specfold import DecodeConfig, Engine, reference_models  # noqa: E402
+from specfold.config import FfnGate  # noqa: E402
 from specfold.stats import DecodeStats  # noqa: E402
 
 DELTAS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 SHARED = Path(os.environ.get("SPECFOLD_SHARED", ROOT.parent / "shared"))
 
 
-def runs() -> list[dict[str, Any]]:
-    """Settings in the order of their worth; plain decoding comes first, the others are held against it."""
+def runs(deltas: Sequence[float], gates: Sequence[FfnGate]) -> list[dict[str, Any]]:
+    """Plain decoding comes first, the others are held against it."""
     settings: list[dict[str, Any]] = [{"mode": "vanilla"}, {"mode": "vanilla", "use_block_cache": True}]
     settings.append({"mode": "specfold"})
-    for gate in ("own", "entry"):
+    for gate in gates:
         for mode in ("vanilla", "specfold"):
-            settings += [{"mode": mode, "ffn_gate": gate, "delta_time": delta} for delta in DELTAS]
-    return [*settings, {"mode": "vanilla", "ffn_gate": "own", "delta_time": 0.2, "refresh_every": 8}]
+            settings += [{"mode": mode, "ffn_gate": gate, "delta_time": delta} for delta in deltas]
+    return settings
 
 
 def texts(problems: int, hard: int) -> dict[str, tuple[list[str], list[int] | None]]:
@@ -62,6 +64,8 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", choices=reference_models.NAMES, default=reference_models.NAMES)
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--hard", type=int, default=24, help="GSM8K questions")
+    parser.add_argument("--delta", type=float, nargs="+", default=DELTAS)
+    parser.add_argument("--gate", nargs="+", choices=["own", "entry"], default=["own", "entry"])
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--table", action="store_true")
@@ -74,7 +78,7 @@ def main() -> None:
     end = time.monotonic() + args.seconds
     engines = {name: Engine.from_pretrained(reference_models.path(name)) for name in args.model}
     for text, questions in texts(args.problems, args.hard).items():
-        for setting, (model, engine) in product(runs(), engines.items()):
+        for setting, (model, engine) in product(runs(args.delta, args.gate), engines.items()):
             key = {"text": text, "model": model, "setting": setting}
             impossible = "use_block_cache" in setting and not engine.info.family.has_sub_blocks
             if impossible or not questions[0] or any(key == {k: r[k] for k in key} for r in done):
