@@ -79,6 +79,8 @@ class DecodeStats:
         for the main branch and ``[layer][d]`` for all drafts of depth d. Empty where steps inherit nothing from one
         another."""
         main = self.main_folded_qkv if part == "qkv" else self.main_folded_ffn
+        if not main:
+            return []
         drafts = (self.folded_qkv if part == "qkv" else self.folded_ffn) or [[]] * len(main)
         forwards = max(self.denoise_forwards, 1)
         return [

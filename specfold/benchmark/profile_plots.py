@@ -74,6 +74,17 @@ def plot_delta(records: Records, path: Path, timed: bool = True) -> None:
     _sweep(records, path, "delta", names, ("ffn_gate",))
 
 
+def plot_time(records: Records, path: Path, timed: bool = True) -> None:
+    """Quality, folding and cost over delta_time, for both FFN gates, alone and with drafts; the rest as lines."""
+    names = [
+        ("agreement", "rows like vanilla's"), ("accuracy", "accuracy"), ("time_fold_rate", "folded in time"),
+        ("qkv_rows_per_token", "QKV rows a token"), ("ffn_rows_per_token", "FFN rows a token"),
+        ("speed", "speed over vanilla"),
+    ]  # fmt: skip
+    names = [(name, title) for name, title in names if records[0][name] is not None or name == "time_fold_rate"]
+    _sweep(records, path, "delta_time", names if timed else names[:-1], ("mode", "ffn_gate"))
+
+
 def plot_drafts(records: Records, path: Path, timed: bool = True) -> None:
     """What each number of drafts brings and costs, as a graph of that size and pruned from the largest."""
     names = [
@@ -84,9 +95,10 @@ def plot_drafts(records: Records, path: Path, timed: bool = True) -> None:
 
 
 def _sweep(records: Records, path: Path, over: str, names: list[tuple[str, str]], by: tuple[str, ...]) -> None:
+    """``records``: vanilla first; what has no value of ``over`` is drawn as a line."""
     figure = _figure(3.1 * len(names), 3)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
-    swept = [r for r in records if r[over] is not None and r["mode"] != "vanilla"]
+    swept = [r for r in records[1:] if r[over] is not None]
     groups = sorted({tuple(str(r[key]) for key in by) for r in swept})
     for panel, (name, title) in zip(panels, names, strict=True):
         for n, group in enumerate(groups):
