@@ -1,7 +1,7 @@
 """Measures what the engine costs and what drafts and folding bring.
 
     python jobs/bench.py                                       # modes against each other on the bundled model
-    python jobs/bench.py decode --prompts 16 --delta 0 0.1 0.3
+    python jobs/bench.py decode --prompts 16 --delta 0 0.1 0.3 --delta-time 0.1
     python jobs/bench.py step --shape nemotron-8b --batch-size 1 4 --drafts 0 8   # a step at a real checkpoint's shape
     python jobs/bench.py throughput --shape fast-dllm-v2-1.5b                     # prompt to last token, random weights
     python jobs/bench.py report step-*.json decode.json --plot bench.png          # merge what several calls measured
@@ -73,6 +73,12 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     for delta in args.delta:
         configs[f"specfold {delta:g}"] = replace(base, mode="specfold", delta=delta)
     configs["specfold, entry gate"] = replace(base, mode="specfold", delta=args.delta[-1], ffn_gate="entry")
+    for time_delta in args.delta_time:
+        configs[f"delta_time {time_delta:g}"] = replace(base, delta_time=time_delta)
+        both = replace(base, mode="specfold", delta=args.delta[-1], delta_time=time_delta)
+        configs[f"specfold {args.delta[-1]:g}, delta_time {time_delta:g}"] = both
+    if args.delta_time and engine.info.family.has_sub_blocks:
+        configs["sub-block cache"] = replace(base, use_block_cache=True)
     records = []
     for size in args.size:
         resized = _resize(engine, size)
@@ -166,6 +172,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     decode.add_argument("--repeats", type=positive, default=3, help="runs of each mode, the median counts (3)")
     decode.add_argument("--drafts", type=int, default=4)
     decode.add_argument("--delta", type=float, nargs="+", default=[0.1])
+    decode.add_argument(
+        "--delta-time",
+        type=float,
+        nargs="+",
+        default=[],
+        help="also fold in time, alone and with drafts, and show the sub-block cache beside it",
+    )
     decode.add_argument("--max-new-tokens", type=positive, default=128)
 
     step = command("step", "one step at the shapes of real checkpoints, dense and folded")

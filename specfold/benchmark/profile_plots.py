@@ -81,8 +81,9 @@ def plot_time(records: Records, path: Path, timed: bool = True) -> None:
         ("qkv_rows_per_token", "QKV rows a token"), ("ffn_rows_per_token", "FFN rows a token"),
         ("speed", "speed over vanilla"),
     ]  # fmt: skip
+    names = names if timed else names[:-1]
     names = [(name, title) for name, title in names if records[0][name] is not None or name == "time_fold_rate"]
-    _sweep(records, path, "delta_time", names if timed else names[:-1], ("mode", "ffn_gate"))
+    _sweep(records, path, "delta_time", names, ("mode", "ffn_gate"))
 
 
 def plot_drafts(records: Records, path: Path, timed: bool = True) -> None:
