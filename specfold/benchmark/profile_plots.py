@@ -108,7 +108,7 @@ def _sweep(records: Records, path: Path, over: str, names: list[tuple[str, str]]
             panel.plot([r[over] for r in line], [r[name] for r in line], marker="o", ms=3, color=f"C{n}", label=label)
         for r in records:
             if r not in swept and r[name] is not None:
-                style = ":" if r["mode"] == "vanilla" else "--"
+                style = {"vanilla": ":", "sub-block cache": "-."}.get(r["mode"], "--")
                 panel.axhline(r[name], color="grey", linestyle=style, linewidth=0.9, label=r["mode"])
         panel.set_title(title, fontsize=9)
         panel.set_xlabel(over, fontsize=8)
