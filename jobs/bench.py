@@ -1,7 +1,7 @@
 """Measures what the engine costs and what drafts and folding bring.
 
     python jobs/bench.py                                       # modes against each other on the bundled model
-    python jobs/bench.py decode --prompts 16 --delta 0 0.1 0.3
+    python jobs/bench.py decode --prompts 16 --delta 0 0.1 0.3 --delta-time 0.1
     python jobs/bench.py step --shape nemotron-8b --batch-size 1 4 --drafts 0 8   # a step at a real checkpoint's shape
     python jobs/bench.py step --shape nemotron-8b --batch-size 64 --drafts 0 --time-fold 0.73   # folded in time
     python jobs/bench.py throughput --shape fast-dllm-v2-1.5b                     # prompt to last token, random weights

@@ -3,6 +3,7 @@
     python tests/measure_time_folding.py out.jsonl                        # goes on where the file ends
     python tests/measure_time_folding.py out.jsonl --seconds 500          # start no further run after this time
     python tests/measure_time_folding.py out.jsonl --table                # the file as Markdown
+    python tests/measure_time_folding.py out.jsonl --plot time.png        # rows and agreement, the first model alone
 
 Two texts: held-out word problems, which the models answer, and GSM8K questions, on which they are unsure of every
 token: accuracy means nothing there, agreement with plain decoding is the strictest test there is.
@@ -31,6 +32,7 @@ from reference_training.task import heldout_problems, is_right  # noqa: E402
 
 from cluster.evaluation.statistics import wilson_interval  # noqa: E402
 from specfold import DecodeConfig, Engine, reference_models  # noqa: E402
+from specfold.benchmark.profile_plots import plot_time  # noqa: E402
 from specfold.config import FfnGate  # noqa: E402
 from specfold.stats import DecodeStats  # noqa: E402
 
@@ -69,10 +71,14 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     done = [json.loads(line) for line in args.file.read_text().splitlines()] if args.file.exists() else []
     if args.table:
         print(table(done))
+        return
+    if args.plot:
+        plot(done, args.model[0], args.plot)
         return
     torch.set_num_threads(1)
     end = time.monotonic() + args.seconds
@@ -122,6 +128,19 @@ def measure(
         "time_fold_rate": total.time_fold_rate,
         "tokens": tokens,
     }
+
+
+def plot(records: list[dict[str, Any]], model: str, path: Path) -> None:
+    """What the profile draws, from the problems."""
+    chosen = []
+    for r in records:
+        if (r["text"], r["model"]) == ("problems", model):
+            setting = {"ffn_gate": None, "delta_time": None} | r["setting"]
+            mode = "sub-block cache" if "use_block_cache" in setting else setting["mode"]
+            shares = {"agreement": r["same"] / r["questions"], "accuracy": r["right"] / r["questions"]}
+            chosen.append(r | setting | shares | {"mode": mode})
+    chosen[1:] = sorted(chosen[1:], key=lambda r: r["delta_time"] or 0)
+    plot_time(chosen, path, timed=False)
 
 
 def table(records: list[dict[str, Any]]) -> str:

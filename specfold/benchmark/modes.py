@@ -22,18 +22,19 @@ def mode_configs(
         if mode == "vanilla":
             configs[mode] = base
         elif mode == "block-cache":
-            configs[mode] = replace(base, use_block_cache=True)
+            configs["sub-block cache"] = replace(base, use_block_cache=True)
         elif mode == "spiffy":
             configs[mode] = replace(base, mode="spiffy")
         elif mode == "specfold":
             found = {f"specfold {delta:g}": replace(base, mode="specfold", delta=delta) for delta in deltas}
             configs |= _with_entry(found, "specfold", entry)
         elif mode == "time":
-            found = {f"time {time:g}": replace(base, delta_time=time) for time in delta_times}
-            configs |= _with_entry(found, "time", entry)
+            found = {f"delta_time {time:g}": replace(base, delta_time=time) for time in delta_times}
+            configs |= _with_entry(found, "delta_time", entry)
         else:
             folded = replace(base, mode="specfold", delta=deltas[0])
-            configs |= {f"both {deltas[0]:g}, {time:g}": replace(folded, delta_time=time) for time in delta_times}
+            name = f"specfold {deltas[0]:g}, delta_time"
+            configs |= {f"{name} {time:g}": replace(folded, delta_time=time) for time in delta_times}
     return configs
 
 

@@ -81,8 +81,9 @@ def plot_time(records: Records, path: Path, timed: bool = True) -> None:
         ("qkv_rows_per_token", "QKV rows a token"), ("ffn_rows_per_token", "FFN rows a token"),
         ("speed", "speed over vanilla"),
     ]  # fmt: skip
+    names = names if timed else names[:-1]
     names = [(name, title) for name, title in names if records[0][name] is not None or name == "time_fold_rate"]
-    _sweep(records, path, "delta_time", names if timed else names[:-1], ("mode", "ffn_gate"))
+    _sweep(records, path, "delta_time", names, ("mode", "ffn_gate"))
 
 
 def plot_drafts(records: Records, path: Path, timed: bool = True) -> None:
@@ -107,7 +108,7 @@ def _sweep(records: Records, path: Path, over: str, names: list[tuple[str, str]]
             panel.plot([r[over] for r in line], [r[name] for r in line], marker="o", ms=3, color=f"C{n}", label=label)
         for r in records:
             if r not in swept and r[name] is not None:
-                style = ":" if r["mode"] == "vanilla" else "--"
+                style = {"vanilla": ":", "sub-block cache": "-."}.get(r["mode"], "--")
                 panel.axhline(r[name], color="grey", linestyle=style, linewidth=0.9, label=r["mode"])
         panel.set_title(title, fontsize=9)
         panel.set_xlabel(over, fontsize=8)
