@@ -105,6 +105,12 @@ class JobConfig:
     job's own first rows before the first part, and kept in the output folder."""
     draft_budget: Annotated[Int | None, Parameter(group=DECODING)] = None
     """Of the drafts verify only so many a step, the likeliest; left out: all."""
+    delta_time: Annotated[float | None, Parameter(group=DECODING)] = None
+    """Largest relative change at which a position inherits from the step before; left out or below 0: off."""
+    refresh_every: Annotated[Int, Parameter(group=DECODING)] = _ENGINE.refresh_every
+    """With --delta-time, every so many steps of a block compute everything again; 0: never."""
+    use_block_cache: Annotated[bool, Parameter(group=DECODING, negative=())] = False
+    """Fast-dLLM-v2's sub-block cache, in mode vanilla."""
     threshold: Annotated[float | None, Parameter(group=DECODING)] = None
     """Unmask every position at least this confident; left out: one token a step."""
     small_block_size: Annotated[Int, Parameter(group=DECODING)] = _ENGINE.small_block_size

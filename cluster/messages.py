@@ -169,6 +169,8 @@ class WorkerState:
     forwards: int = 0
     drafts_proposed: int = 0
     drafts_accepted: int = 0
+    recomputed_rows: int = 0
+    """Positions whose QKV was computed, summed over layers and forwards."""
     busy_s: float = 0.0
     """Time with at least one row in the engine."""
     idle_s: float = 0.0

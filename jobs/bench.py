@@ -1,8 +1,9 @@
 """Measures what the engine costs and what drafts and folding bring.
 
     python jobs/bench.py                                       # modes against each other on the bundled model
-    python jobs/bench.py decode --prompts 16 --delta 0 0.1 0.3
+    python jobs/bench.py decode --prompts 16 --delta 0 0.1 0.3 --delta-time 0.1
     python jobs/bench.py step --shape nemotron-8b --batch-size 1 4 --drafts 0 8   # a step at a real checkpoint's shape
+    python jobs/bench.py step --shape nemotron-8b --batch-size 64 --drafts 0 --time-fold 0.73   # folded in time
     python jobs/bench.py throughput --shape fast-dllm-v2-1.5b                     # prompt to last token, random weights
     python jobs/bench.py report step-*.json decode.json --plot bench.png          # merge what several calls measured
 
@@ -33,6 +34,7 @@ from specfold import ConfigError, DecodeConfig, Engine, ModelError, reference_mo
 from specfold.backends.memory import free_device_memory  # noqa: E402
 from specfold.backends.select import check_backend  # noqa: E402
 from specfold.benchmark.decoding import compare, read_questions  # noqa: E402
+from specfold.benchmark.modes import MODES, mode_configs  # noqa: E402
 from specfold.benchmark.report import make_part, plot_steps, print_tables, read_parts  # noqa: E402
 from specfold.benchmark.shapes import OFFICIAL_TOKENS_PER_S, SHAPES, random_engine  # noqa: E402
 from specfold.enlarge import Growth, enlarge  # noqa: E402
@@ -70,10 +72,11 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     engine = Engine.from_pretrained(model, device=args.device, dtype=args.dtype, backend=args.backend)
     questions = read_questions(engine, args.prompt_file, args.prompts)
     base = DecodeConfig(mode="vanilla", drafts=args.drafts, max_new_tokens=args.max_new_tokens)
-    configs = {"vanilla": base, "spiffy": replace(base, mode="spiffy")}
-    for delta in args.delta:
-        configs[f"specfold {delta:g}"] = replace(base, mode="specfold", delta=delta)
-    configs["specfold, entry gate"] = replace(base, mode="specfold", delta=args.delta[-1], ffn_gate="entry")
+    # What the others are held against goes first.
+    modes = ["vanilla", *(mode for mode in args.mode if mode != "vanilla")]
+    if not engine.info.family.has_sub_blocks:
+        modes = [mode for mode in modes if mode != "block-cache"]
+    configs = mode_configs(modes, base, args.delta, args.delta_time, entry=True)
     records = []
     for size in args.size:
         resized = resize(engine, size)
@@ -84,7 +87,7 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_step(args: argparse.Namespace) -> dict[str, Any]:
-    """One step at the shapes of real checkpoints: dense, and with a forced share of folded draft positions."""
+    """One step at the shapes of real checkpoints: dense, and with forced shares of folded positions."""
     # Needs Triton, which the other commands do without on a CPU.
     from specfold.benchmark.forward_cost import measure_step
 
@@ -96,10 +99,12 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
         engine = _random_engine(shape, args)
         for batch in args.batch_size:
             for drafts in args.drafts:
-                for fold in (None, args.fold) if drafts else (None,):
+                folds = [(fold, None) for fold in ((None, args.fold) if drafts else (None,))]
+                for fold, in_time in [*folds, *((args.fold if drafts else None, share) for share in args.time_fold)]:
                     if time.monotonic() > deadline:
                         break
-                    cost = measure_step(engine, batch, drafts, fold, args.prompt_len, args.repeats, args.masks_left)
+                    settings = (fold, args.prompt_len, args.repeats, args.masks_left, in_time)
+                    cost = measure_step(engine, batch, drafts, *settings)
                     records.append({"shape": shape} | cost.to_dict())
                     print(json.dumps(records[-1]), file=sys.stderr, flush=True)
         del engine
@@ -118,17 +123,23 @@ def bench_throughput(args: argparse.Namespace) -> dict[str, Any]:
             break
         engine = _random_engine(shape, args)
         for batch in args.batch_size:
-            if time.monotonic() > deadline:
-                break
-            config = DecodeConfig(mode=args.mode, drafts=args.drafts, max_new_tokens=args.max_new_tokens)
-            result = measure_throughput(engine, config, batch, args.rounds, args.prompt_len)
-            official = OFFICIAL_TOKENS_PER_S[shape] if args.mode == "vanilla" and batch == 1 else None
-            records.append(
-                {"shape": shape}
-                | result.to_dict()
-                | {"over_official": official and round(result.tokens_per_s / official, 2)}
-            )
-            print(json.dumps(records[-1]), file=sys.stderr, flush=True)
+            base = DecodeConfig(mode="vanilla", drafts=args.drafts, max_new_tokens=args.max_new_tokens)
+            for name, config in mode_configs(args.mode, base, [args.delta], [args.delta_time]).items():
+                if time.monotonic() > deadline:
+                    break
+                forced = (
+                    args.fold if config.fold_delta >= 0 else None,
+                    args.time_fold if config.time_delta >= 0 else None,
+                )
+                result = measure_throughput(engine, config, batch, args.rounds, args.prompt_len, forced, name)
+                official = OFFICIAL_TOKENS_PER_S[shape] if name == "vanilla" and batch == 1 else None
+                records.append(
+                    {"shape": shape}
+                    | result.to_dict()
+                    | {"over_official": official and round(result.tokens_per_s / official, 2)}
+                )
+                print(json.dumps(records[-1]), file=sys.stderr, flush=True)
+                _free_memory(args.device)
         del engine
         _free_memory(args.device)
     return make_part("throughput", args.device, _settings(args), records)
@@ -164,7 +175,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     decode.add_argument("--batch-size", type=positive, default=4, help="rows decoded together (default 4)")
     decode.add_argument("--repeats", type=positive, default=3, help="runs of each mode, the median counts (3)")
     decode.add_argument("--drafts", type=int, default=4)
+    decode.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="beside vanilla (default: all)")
     decode.add_argument("--delta", type=float, nargs="+", default=[0.1])
+    decode.add_argument("--delta-time", type=float, nargs="+", default=[0.1])
     decode.add_argument("--max-new-tokens", type=positive, default=128)
 
     step = command("step", "one step at the shapes of real checkpoints, dense and folded")
@@ -172,6 +185,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     step.add_argument("--batch-size", type=positive, nargs="+", default=[1, 4, 16, 64])
     step.add_argument("--drafts", type=int, nargs="+", default=[0, 2, 4, 6, 8])
     step.add_argument("--fold", type=share, default=0.85, help="share of draft positions made to fold (0.85)")
+    step.add_argument("--time-fold", type=share, nargs="*", default=[], help="shares of main positions, folded in time")
     step.add_argument("--masks-left", type=positive, help="masks of each block (default: half of it, the mean)")
     step.add_argument("--prompt-len", type=positive, default=500)
     step.add_argument("--repeats", type=positive, default=30)
@@ -179,7 +193,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
     throughput = command("throughput", "rows from prompt to last token at the shapes of real checkpoints")
     throughput.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    throughput.add_argument("--mode", default="vanilla", choices=["vanilla", "spiffy", "specfold"])
+    throughput.add_argument("--mode", nargs="+", default=["vanilla"], choices=MODES)
+    throughput.add_argument("--delta", type=float, default=0.1)
+    throughput.add_argument("--delta-time", type=float, default=0.1)
+    throughput.add_argument("--fold", type=share, help="share of draft positions made to fold (default: the gate's)")
+    throughput.add_argument("--time-fold", type=share, help="share of main positions made to fold (the gate's)")
     throughput.add_argument("--drafts", type=int, default=8)
     throughput.add_argument("--batch-size", type=positive, nargs="+", default=[1])
     throughput.add_argument("--rounds", type=positive, default=3, help="batches that are timed (3)")

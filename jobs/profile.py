@@ -31,16 +31,18 @@ from specfold.benchmark.profile_plots import (  # noqa: E402
     plot_drafts,
     plot_ripple,
     plot_shares,
+    plot_time,
     require_matplotlib,
 )
 from specfold.benchmark.report import print_table  # noqa: E402
-from specfold.benchmark.sweeps import residuals, sweep_delta, sweep_drafts  # noqa: E402
+from specfold.benchmark.sweeps import residuals, sweep_delta, sweep_drafts, sweep_time  # noqa: E402
 
 DELTAS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
+DELTA_TIMES = (0.05, 0.1, 0.2, 0.5)
 _GROUP = Parameter(group=Group("Profile", sort_key=0))
 _SHOWN = (
-    "mode", "ffn_gate", "delta", "drafts", "pruned_from", "agreement", "accuracy", "forwards_per_token",
-    "accepted_per_forward", "fold_rate", "qkv_rows_per_token", "ffn_rows_per_token", "speed",
+    "mode", "ffn_gate", "delta", "delta_time", "drafts", "pruned_from", "agreement", "accuracy", "forwards_per_token",
+    "accepted_per_forward", "fold_rate", "time_fold_rate", "qkv_rows_per_token", "ffn_rows_per_token", "speed",
 )  # fmt: skip
 
 
@@ -49,12 +51,13 @@ def profile(
     save: Annotated[Path, _GROUP],
     rows: Annotated[Int, _GROUP] = 16,
     deltas: Annotated[tuple[float, ...], _GROUP] = DELTAS,
+    delta_times: Annotated[tuple[float, ...], _GROUP] = DELTA_TIMES,
     draft_counts: Annotated[tuple[Int, ...] | None, _GROUP] = None,
     answer_column: Annotated[str | None, _GROUP] = None,
     repeats: Annotated[Int, _GROUP] = 1,
     config: Annotated[ToolConfig | None, Parameter(name="*")] = None,
 ) -> int:
-    """Measure residuals of drafts, sweep delta under both FFN gates, and sweep the number of drafts.
+    """Measure residuals of drafts, sweep delta and delta_time under both FFN gates, and sweep the number of drafts.
 
     Parameters
     ----------
@@ -64,6 +67,8 @@ def profile(
         Prompts to decode: the first ones of the input.
     deltas
         Values of delta; repeat the flag.
+    delta_times
+        Values of delta_time, each alone and with --drafts folded by --delta; repeat the flag.
     draft_counts
         Numbers of drafts; repeat the flag. Left out: 1, 2, 4, … up to --drafts.
     answer_column
@@ -95,15 +100,17 @@ def profile(
     if not shares:
         raise UserError("no draft was ever verified on these prompts, so there is nothing to profile.")
     by_delta = sweep_delta(engine, questions, decode, deltas, batch, repeats)
+    by_time = sweep_time(engine, questions, decode, delta_times, batch, repeats)
     by_drafts = sweep_drafts(engine, questions, decode, sorted(counts), batch, repeats)
 
-    tables = {"residuals": shares, "ripple": ripple, "delta": by_delta, "drafts": by_drafts}
+    tables = {"residuals": shares, "ripple": ripple, "delta": by_delta, "delta_time": by_time, "drafts": by_drafts}
     for name, records in tables.items():
         pq.write_table(pa.Table.from_pylist(records), save / f"{name}.parquet")
     plot_shares(shares, save / "residuals.png")
     plot_ripple(ripple, save / "ripple.png")
     # A single run's time says little, so it is in the table alone.
     plot_delta(by_delta, save / "delta.png", timed=repeats > 1)
+    plot_time(by_time, save / "delta_time.png", timed=repeats > 1)
     plot_drafts(by_drafts, save / "drafts.png", timed=repeats > 1)
     summary: dict[str, Any] = {
         "model": model.name,
@@ -117,7 +124,7 @@ def profile(
     write_whole(save / "profile.json", json.dumps(summary, indent=1) + "\n")
     print(f"{save}: {len(questions)} prompts. Residuals of draft positions at a layer's entry: "
           f"{watch.share_below(0.1):.0%} at most 0.1, {watch.share_below(0.3):.0%} at most 0.3.")  # fmt: skip
-    for title, records in (("By delta", by_delta), ("By number of drafts", by_drafts)):
+    for title, records in (("By delta", by_delta), ("By delta_time", by_time), ("By number of drafts", by_drafts)):
         print(f"\n{title}")
         print_table([{k: r[k] for k in _SHOWN if k in r} for r in records])
     print(json.dumps(summary))

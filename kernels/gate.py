@@ -17,13 +17,22 @@ def residual_gate(h_ATE: torch.Tensor, parent_A: torch.Tensor, foldable_A: torch
     indexes A; branches that are not ``foldable_A`` never fold.
     """
     h = h_ATE.float()
-    parent = h[parent_A]
-    residual = (h - parent).square().sum(dim=-1)
-    return (residual <= delta * delta * parent.square().sum(dim=-1)) & foldable_A[:, None]
+    return within(h, h[parent_A], delta) & foldable_A[:, None]
+
+
+def within(h: torch.Tensor, reference: torch.Tensor, delta: float) -> torch.Tensor:
+    """``|h - reference| <= delta * |reference|`` over the last dimension, squared in float32. NaN is within nothing."""
+    reference = reference.float()
+    residual = (h.float() - reference).square().sum(dim=-1)
+    return residual <= delta * delta * reference.square().sum(dim=-1)
 
 
 def resolve_sources(
-    fold_AT: torch.Tensor, parent_A: torch.Tensor, levels: Sequence[torch.Tensor]
+    fold_AT: torch.Tensor,
+    parent_A: torch.Tensor,
+    levels: Sequence[torch.Tensor],
+    stored_AT: torch.Tensor | None = None,
+    num_stored: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows to recompute, and for every position the row that serves it.
 
@@ -31,10 +40,16 @@ def resolve_sources(
     Returns ``rows`` [R], sorted indices into the flattened [A, T], and ``source`` [A, T], indices into those R rows.
     Example: two branches of two positions, the child folding its first: ``rows = [0, 1, 3]``,
     ``source = [[0, 1], [0, 2]]``.
+
+    With folding in time ``num_stored`` rows of the step before come first, computed ones count on from there, and a
+    main branch (its own parent) is served by ``stored_AT`` where it folds.
     """
     keep = ~fold_AT.flatten()
     rows_R = keep.nonzero().squeeze(1)
-    source_AT = (keep.cumsum(0) - 1).view_as(fold_AT)
+    source_AT = (num_stored + keep.cumsum(0) - 1).view_as(fold_AT)
+    if stored_AT is not None:
+        main_A = parent_A == torch.arange(len(parent_A), device=parent_A.device)
+        source_AT = torch.where(fold_AT & main_A[:, None], stored_AT, source_AT)
     for level in levels:
         inherited = source_AT[parent_A[level]]
         source_AT[level] = torch.where(fold_AT[level], inherited, source_AT[level])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Mode = Literal["vanilla", "spiffy", "specfold", "ar", "linear_spec"]
@@ -26,6 +27,9 @@ class DecodeConfig:
     graph; ``draft_budget``: of those drafts, each step verifies only so many, the likeliest ones (None: all).
     ``threshold``: unmask every position at least this confident, and always the best one; None: one token a step
     (``linear_spec``: None fills the whole draft at once).
+    ``delta_time``: largest relative change since its last computation at which a position of the main branch inherits
+    from the step before (folding in time; None or below 0: off), in every mode that denoises; ``refresh_every``: every
+    so many steps of a block compute everything again (0: never). ``use_block_cache``: Fast-dLLM-v2's sub-block cache.
     ``max_new_tokens`` is exact: the stop token counts, nothing beyond it is returned.
     """
 
@@ -35,6 +39,9 @@ class DecodeConfig:
     drafts: int = 4
     draft_graph: str | None = None
     draft_budget: int | None = None
+    delta_time: float | None = None
+    refresh_every: int = 0
+    use_block_cache: bool = False
     threshold: float | None = None
     small_block_size: int = 8
     block_size: int | None = None
@@ -54,7 +61,7 @@ class DecodeConfig:
             if not ok:
                 raise ConfigError(message)
 
-        for name in ("drafts", "small_block_size", "max_new_tokens", "top_k", "seed"):
+        for name in ("drafts", "refresh_every", "small_block_size", "max_new_tokens", "top_k", "seed"):
             value = getattr(self, name)
             require(type(value) is int, f"{name} must be a whole number, not {value!r}.")
         for name in ("delta", "temperature", "top_p"):
@@ -70,6 +77,11 @@ class DecodeConfig:
             f"draft_budget must be between 1 and drafts ({self.drafts}) or left out, not {budget!r}.",
         )
         require(self.delta == self.delta and self.delta <= 10, f"delta must be a number up to 10, not {self.delta}.")
+        time = self.delta_time
+        require(
+            time is None or (type(time) in (int, float) and time <= 10),
+            f"delta_time must be a number up to 10 or left out, not {time!r}.",
+        )
         require(
             self.threshold is None or 0 <= self.threshold <= 1,
             f"threshold must be between 0 and 1 or left out, not {self.threshold}.",
@@ -93,6 +105,25 @@ class DecodeConfig:
             self.max_thinking_tokens is None or self.max_thinking_tokens >= 0,
             f"max_thinking_tokens must be 0 or more, not {self.max_thinking_tokens}.",
         )
+        self._check_inheritance(require)
+
+    def _check_inheritance(self, require: Callable[[bool, str], None]) -> None:
+        """What a step takes over from the step before."""
+        require(self.refresh_every >= 0, f"refresh_every must be 0 (never) or more, not {self.refresh_every}.")
+        require(
+            not self.refresh_every or self.delta_time is not None,
+            "refresh_every needs delta_time: without folding in time every step computes everything.",
+        )
+        other = self.mode if self.mode in ("ar", "linear_spec") else None
+        require(
+            other is None or self.time_delta < 0,
+            f"delta_time goes with modes vanilla, spiffy and specfold: mode {other} does not denoise step by step.",
+        )
+        require(type(self.use_block_cache) is bool, f"use_block_cache is on or off, not {self.use_block_cache!r}.")
+        if self.use_block_cache:
+            require(other is None, f"use_block_cache needs mode vanilla; mode {other} has no sub-blocks.")
+            require(not self.num_drafts, "use_block_cache takes no drafts: give mode vanilla.")
+            require(self.time_delta < 0, "use_block_cache and delta_time are two ways to save work; give one of them.")
 
     @property
     def num_drafts(self) -> int:
@@ -103,3 +134,17 @@ class DecodeConfig:
     def fold_delta(self) -> float:
         """The gate's threshold; negative where the mode does not fold."""
         return self.delta if self.mode == "specfold" else -1.0
+
+    @property
+    def time_delta(self) -> float:
+        """The gate's threshold between steps; negative where the main branch does not fold."""
+        return -1.0 if self.delta_time is None else self.delta_time
+
+    @property
+    def carries(self) -> bool:
+        """Whether a step takes over work of the step before, so that even the main branch is no longer exact."""
+        return self.time_delta >= 0 or self.use_block_cache
+
+    def plain(self) -> DecodeConfig:
+        """Step-by-step decoding without drafts and without inheritance: what every other way is held against."""
+        return replace(self, mode="vanilla", delta_time=None, refresh_every=0, use_block_cache=False)

@@ -13,7 +13,8 @@ import torch
 
 from specfold.branches import BranchList
 from specfold.families.base import BlockRules
-from specfold.forward import Folding, ForwardOutput, PrefixView, forward_branches, inside_mask
+from specfold.folding import Folding
+from specfold.forward import ForwardOutput, PrefixView, forward_branches, inside_mask
 from specfold.model import Model
 from specfold.pages import PAGE_SIZE, PagePool
 

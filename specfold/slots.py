@@ -31,6 +31,8 @@ class SlotState:
     temperature_S: torch.Tensor
     top_p_S: torch.Tensor
     top_k_S: torch.Tensor
+    steps_S: torch.Tensor
+    """Steps that the block has gone through."""
     has_guess_S: torch.Tensor
     """The block has a last accepted distribution to draft from."""
     guess_token_STJ: torch.Tensor
@@ -68,6 +70,7 @@ class SlotState:
             temperature_S=floats(),
             top_p_S=floats(),
             top_k_S=ints(),
+            steps_S=ints(),
             has_guess_S=flags(),
             guess_token_STJ=ints(block, num_top),
             guess_logprob_STJ=floats(block, num_top),

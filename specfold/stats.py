@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(slots=True)
@@ -32,6 +32,11 @@ class DecodeStats:
     folded_qkv: list[list[int]] = field(default_factory=list)
     """``folded_qkv[layer][depth]``: positions that inherited their QKV."""
     folded_ffn: list[list[int]] = field(default_factory=list)
+    main_rows: int = 0
+    """Positions of main branches that denoise, counted once a forward; 0 where steps take nothing from one another."""
+    main_folded_qkv: list[int] = field(default_factory=list)
+    """``main_folded_qkv[layer]``: of those, the ones that inherited their QKV from the step before."""
+    main_folded_ffn: list[int] = field(default_factory=list)
     seconds: float = 0.0
     """Time from admission to the last token, summed over rows; not wall time when rows decode together."""
 
@@ -57,6 +62,32 @@ class DecodeStats:
         if not total:
             return []
         return [(sum(qkv) + sum(ffn)) / (2 * total) for qkv, ffn in zip(self.folded_qkv, self.folded_ffn, strict=True)]
+
+    @property
+    def time_fold_rate(self) -> float | None:
+        """Mean of the folded QKV and FFN shares over main positions and layers; None where steps inherit nothing."""
+        total = self.main_rows * len(self.main_folded_qkv)
+        return (sum(self.main_folded_qkv) + sum(self.main_folded_ffn)) / (2 * total) if total else None
+
+    @property
+    def recomputed_rows_per_token(self) -> float | None:
+        """QKV rows computed for one output token, summed over layers: what the tokens cost at large batches."""
+        return self.recomputed_qkv_rows / self.output_tokens if self.output_tokens else None
+
+    def recomputed_per_forward(self, part: Literal["qkv", "ffn"]) -> list[list[float]]:
+        """Rows of denoising branches that a forward with a denoising main branch computes in the mean, ``[layer][0]``
+        for the main branch and ``[layer][d]`` for all drafts of depth d. Empty where steps inherit nothing from one
+        another."""
+        main = self.main_folded_qkv if part == "qkv" else self.main_folded_ffn
+        if not main:
+            return []
+        drafts = (self.folded_qkv if part == "qkv" else self.folded_ffn) or [[]] * len(main)
+        forwards = max(self.denoise_forwards, 1)
+        return [
+            [(self.main_rows - folded) / forwards]
+            + [(rows - inherited) / forwards for rows, inherited in zip(self.draft_rows, layer, strict=True)]
+            for folded, layer in zip(main, drafts, strict=True)
+        ]
 
     @property
     def acceptance_by_depth(self) -> list[float]:

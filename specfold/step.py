@@ -13,12 +13,14 @@ import torch
 from kernels.fused.control import NEVER
 from specfold.branches import BranchList, BranchTable, GraphTensors, build_branches
 from specfold.families.base import BlockRules, Family
-from specfold.forward import Folding, ForwardOutput, PrefixView, forward_branches, inside_mask
+from specfold.folding import Folding
+from specfold.forward import ForwardOutput, PrefixView, forward_branches, inside_mask
 from specfold.model import Model
 from specfold.pages import PagePool
 from specfold.predict import Prediction, predict
 from specfold.prefill import write_final_kv
 from specfold.slots import Ending, SlotState, ending
+from specfold.stored import StoredBranch
 from specfold.verify import Walk, walk
 from specfold.watch import Watch
 
@@ -37,6 +39,8 @@ class StepContext:
     stop_ids: torch.Tensor
     num_top: int
     end_think_id: int | None
+    stored: StoredBranch | None = None
+    """Where steps inherit from one another."""
     watch: Watch | None = None
 
     @property
@@ -71,7 +75,11 @@ def step(slots: SlotState, context: StepContext) -> StepResult:
         watch.on_branches(branches, slots, context)
     prefix = PrefixView(context.pool, slots.page_table_SP, slots.start_S)
     final_mask = inside_mask(rules.final_mask, rules.block_size, rules.block_size, slots.state_ST.device)
-    output = forward_branches(context.model, branches, prefix, final_mask, context.folding, watch=watch)
+    stored = context.stored
+    inheritance = None if stored is None else stored.offer(slots, branches, rules, context.mask_id)
+    output = forward_branches(
+        context.model, branches, prefix, final_mask, context.folding, watch=watch, inheritance=inheritance
+    )
     prediction = predict(
         context.model,
         output.hidden_ATE,
@@ -84,7 +92,7 @@ def step(slots: SlotState, context: StepContext) -> StepResult:
     )
     after = walk(slots, table, branches, prediction, context.family, rules, context.mask_id, context.stop_ids)
     _commit(slots, after, branches, prediction, output, context)
-    _keep_guess(slots, after, branches, prediction)
+    _keep(slots, after, branches, prediction, output, context)
     result = _result(slots, after, table, branches, output, context)
     if watch is not None:
         watch.after_step(slots, result)
@@ -148,16 +156,28 @@ def open_block(slots: SlotState, slot_C: torch.Tensor, seed_C: torch.Tensor | No
         at = torch.maximum(think - start, slots.first_new_S[slot_C])[:, None]
         state = torch.where((offset == at) & (think < start + block)[:, None], context.end_think_id, state)
     slots.state_ST[slot_C] = state
+    slots.steps_S[slot_C] = 0
     slots.has_guess_S[slot_C] = False
 
 
-def _keep_guess(slots: SlotState, after: Walk, branches: BranchList, prediction: Prediction) -> None:
-    """The distribution of the last accepted branch becomes the one to draft from."""
-    if not slots.guess_token_STJ.shape[-1]:
-        return
+def _keep(
+    slots: SlotState,
+    after: Walk,
+    branches: BranchList,
+    prediction: Prediction,
+    output: ForwardOutput,
+    context: StepContext,
+) -> None:
+    """The last accepted branch becomes the stored one, and its distribution the one to draft from."""
     slot = torch.arange(slots.num_slots, device=slots.state_ST.device)
     at = branches.index_SB[slot, after.branch_S]
-    moved = (slots.active_S & ~after.committed_S)[:, None, None]
+    moved_S = slots.active_S & ~after.committed_S
+    slots.steps_S += moved_S
+    if context.stored is not None:
+        context.stored.keep(output.served, at, moved_S)
+    if not slots.guess_token_STJ.shape[-1]:
+        return
+    moved = moved_S[:, None, None]
     num_top = slots.guess_token_STJ.shape[-1]
     slots.guess_token_STJ = torch.where(moved, prediction.top_token_ATJ[at][..., :num_top], slots.guess_token_STJ)
     slots.guess_logprob_STJ = torch.where(moved, prediction.top_logprob_ATJ[at][..., :num_top], slots.guess_logprob_STJ)

@@ -15,7 +15,10 @@ from specfold.step import StepResult
 class Tally:
     """Sums of ``StepResult`` per slot, read and cleared when a row leaves."""
 
-    def __init__(self, num_slots: int, num_layers: int, block_size: int, graph: GraphTensors) -> None:
+    def __init__(
+        self, num_slots: int, num_layers: int, block_size: int, graph: GraphTensors, carries: bool = False
+    ) -> None:
+        """``carries``: steps inherit from one another."""
         device = graph.depth_B.device
         depths = torch.arange(1, int(graph.depth_B.max()) + 1, device=device)
         self._at_depth_BK = (graph.depth_B[:, None] == depths).long()
@@ -31,6 +34,8 @@ class Tally:
         self.proposed, self.accepted, self.draft_rows = zeros(num_depths), zeros(num_depths), zeros(num_depths)
         self.run_lengths = zeros(len(graph.depth_B))
         self.folded_qkv, self.folded_ffn = zeros(num_layers, num_depths), zeros(num_layers, num_depths)
+        self._carries = carries
+        self.main_folded_qkv, self.main_folded_ffn = zeros(num_layers), zeros(num_layers)
 
     def add(self, result: StepResult) -> None:
         """Counts one step."""
@@ -42,6 +47,9 @@ class Tally:
         rows_S = computed_SB.sum(-1) * self._rows_per_branch
         self.qkv_rows += rows_S - result.fold_qkv_LSB.sum((0, 2))
         self.ffn_rows += rows_S - result.fold_ffn_LSB.sum((0, 2))
+        if self._carries:
+            self.main_folded_qkv += result.fold_qkv_LSB[..., 0].T
+            self.main_folded_ffn += result.fold_ffn_LSB[..., 0].T
         if not self._at_depth_BK.shape[1]:
             return
         self.proposed += self._by_depth(computed_SB)
@@ -72,6 +80,9 @@ class Tally:
             draft_rows=self.draft_rows[slot].tolist(),
             folded_qkv=self.folded_qkv[slot].tolist() if has_drafts else [],
             folded_ffn=self.folded_ffn[slot].tolist() if has_drafts else [],
+            main_rows=int(self.denoise[slot]) * self._block_size if self._carries else 0,
+            main_folded_qkv=self.main_folded_qkv[slot].tolist() if self._carries else [],
+            main_folded_ffn=self.main_folded_ffn[slot].tolist() if self._carries else [],
         )
         for counter in vars(self).values():
             if isinstance(counter, torch.Tensor) and counter is not self._at_depth_BK:

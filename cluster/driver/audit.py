@@ -1,4 +1,4 @@
-"""The audit at a job's end: which rows are decoded again without speculation, and what came of it. Knows no Ray."""
+"""The audit at a job's end: which rows are decoded again step by step, and what came of it. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Audit:
         """Rows to audit in each chosen shard."""
         self.error: str | None = None
         """Why the audit came to no end, in one sentence."""
-        self._asked, self._run_mode = config.audit, config.mode
+        self._asked, self._run_mode = config.audit, _way(config)
         self._rows = self._tokens = self._agreeing = self._num_divergences = 0
         self._divergences: list[Divergence] = []
         self._all_shards = set(rows)
@@ -74,6 +74,13 @@ class Audit:
             "divergences": [asdict(d) for d in self._divergences],
             "error": self.error,
         }
+
+
+def _way(config: JobConfig) -> str:
+    """How the run decodes: its mode, and what a step takes over from the step before."""
+    if config.use_block_cache:
+        return f"{config.mode} with the sub-block cache"
+    return f"{config.mode} with delta-time {config.delta_time:g}" if config.decode.time_delta >= 0 else config.mode
 
 
 class AuditFeed:

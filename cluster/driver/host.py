@@ -205,6 +205,7 @@ class JobHost:
             output_tokens=live.output_tokens,
             drafts_proposed=live.drafts_proposed,
             drafts_accepted=live.drafts_accepted,
+            recomputed_rows=live.recomputed_rows,
             workers_up=live.workers_up,
             workers=wanted,
         )

@@ -40,7 +40,8 @@ from cluster.output.resume import Survey, restore_stats, survey
 from cluster.output.rundir import RunDir, RunFile, describe_run
 from cluster.output.sink import DATA, QUARANTINE
 from cluster.output.storage import StorageError, Store
-from cluster.output.summary import SHARDS, Tally, summary_table
+from cluster.output.summary import SHARDS, Tally
+from cluster.output.summary_table import summary_table
 from cluster.output.told import describe_audit
 from cluster.words import count, verb
 

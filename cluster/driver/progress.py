@@ -29,6 +29,7 @@ class Snapshot:
     output_tokens: int
     drafts_proposed: int
     drafts_accepted: int
+    recomputed_rows: int
     workers_up: int
     workers: int
 
@@ -153,13 +154,15 @@ class BarView:
 
 
 def describe(snapshot: Snapshot, pace: Pace) -> str:
-    """One line: rows, tokens/s, acceptance, failures, workers up, time left."""
+    """One line: rows, tokens/s, acceptance, positions computed for a token, failures, workers up, time left."""
     parts = [count(snapshot.rows, "row")]
     if snapshot.total_rows:
         parts = [f"{snapshot.rows:,}/{snapshot.total_rows:,} rows ({snapshot.rows / snapshot.total_rows:.0%})"]
     parts.append(f"{pace.tokens_per_s:,.0f} tokens/s")
     if snapshot.drafts_proposed:
         parts.append(f"acceptance {snapshot.drafts_accepted / snapshot.drafts_proposed:.0%}")
+    if snapshot.output_tokens and snapshot.recomputed_rows:
+        parts.append(f"{snapshot.recomputed_rows / snapshot.output_tokens:,.0f} computed/token")
     if snapshot.rows_failed:
         parts.append(f"{snapshot.rows_failed:,} failed")
     parts.append(f"{snapshot.workers_up} of {count(snapshot.workers, 'worker')} up")

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from cluster.messages import Flight, WorkerInfo, WorkerState
 
 MAX_BARREN = 3
-_SUMMED = ("rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted")
+_SUMMED = (
+    "rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted", "recomputed_rows",
+)  # fmt: skip
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Live:
     output_tokens: int
     drafts_proposed: int
     drafts_accepted: int
+    recomputed_rows: int
     workers_up: int
 
 
@@ -126,6 +129,7 @@ class Roster:
             output_tokens=self._sum("output_tokens"),
             drafts_proposed=self._sum("drafts_proposed"),
             drafts_accepted=self._sum("drafts_accepted"),
+            recomputed_rows=self._sum("recomputed_rows"),
             workers_up=sum(m.up for m in members),
         )
 

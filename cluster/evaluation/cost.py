@@ -20,6 +20,7 @@ class Cost:
     """In which at least one part was being decoded: no start, no loading, no pause between two sessions."""
     recomputed_rows_per_token: float | None
     fold_rate: float | None
+    time_fold_rate: float | None
 
     @property
     def tokens_per_forward(self) -> float | None:
@@ -38,6 +39,7 @@ class Cost:
             "tokens_per_second": self.tokens_per_second,
             "recomputed_rows_per_token": self.recomputed_rows_per_token,
             "fold_rate": self.fold_rate,
+            "time_fold_rate": self.time_fold_rate,
         }
 
 
@@ -46,13 +48,13 @@ def cost_of(records: Sequence[ShardRecord]) -> Cost:
     total = DecodeStats()
     for record in records:
         total.add(record.stats)
-    tokens = total.output_tokens
     return Cost(
         total.num_forwards,
-        tokens,
+        total.output_tokens,
         covered_seconds((record.started, record.ended) for record in records),
-        total.recomputed_qkv_rows / tokens if tokens else None,
+        total.recomputed_rows_per_token,
         total.fold_rate,
+        total.time_fold_rate,
     )
 
 

@@ -34,7 +34,8 @@ class EvaluationConfig:
     tasks: Annotated[str, Parameter(group=_GROUP)] = ""
     """Tasks by name (gsm8k, math500, humaneval, mbpp, ifeval) or as YAML files, with commas between them."""
     compare: Annotated[str | None, Parameter(group=_GROUP)] = None
-    """Variants to hold against the first of them, such as vanilla,spiffy,specfold:0.1: a mode, then :delta."""
+    """Variants to hold against the first of them, such as vanilla,specfold:0.1,vanilla@0.1: a mode, then :delta,
+    @delta-time, +cache."""
     task_data: Annotated[str | None, Parameter(group=_GROUP)] = None
     """Where the tasks' rows are: a folder, a file or a hub id; left out: each task's own hub id."""
     fewshot: Annotated[Int | None, Parameter(group=_GROUP)] = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from specfold.config import DecodeConfig, Mode
+from specfold.config import Mode
 
 MODES = Mode.__args__  # type: ignore[attr-defined]
 _FORM = re.compile(r"(?P<mode>\w+)(?::(?P<delta>[^@+:]+))?(?:@(?P<time>[^@+:]+))?(?P<cache>\+cache)?")
@@ -40,7 +40,8 @@ def parse_variants(text: str | None, config: JobConfig) -> list[Variant]:
     Without ``--compare`` it is the one that the command's own settings describe. Raises ``UserError``.
     """
     if text is None:
-        return [_variant(config.mode, config.delta if config.mode == "specfold" else None, None, False)]
+        delta = config.delta if config.mode == "specfold" else None
+        return [_variant(config.mode, delta, config.delta_time, config.use_block_cache)]
     variants = [_parse(part.strip(), config) for part in text.split(",")]
     labels = [variant.label for variant in variants]
     twice = next((label for label in labels if labels.count(label) > 1), None)
@@ -63,11 +64,10 @@ def _parse(text: str, config: JobConfig) -> Variant:
     if match["delta"] is not None and mode != "specfold":
         raise UserError(f"--compare {text}: only specfold folds, so only it takes a delta.")
     delta = config.delta if match["delta"] is None else _number(text, match["delta"])
-    time = None if match["time"] is None else _number(text, match["time"])
-    _require_built("delta_time", time is not None, text, "folding in time")
-    _require_built("use_block_cache", match["cache"] is not None, text, "the sub-block cache")
-    variant = _variant(mode, delta if mode == "specfold" else None, time, match["cache"] is not None)
-    variant.of(config)  # a delta out of range is refused now
+    time = config.delta_time if match["time"] is None else _number(text, match["time"])
+    cache = match["cache"] is not None or config.use_block_cache
+    variant = _variant(mode, delta if mode == "specfold" else None, time, cache)
+    variant.of(config)  # a delta out of range is refused now, and what cannot go together
     return variant
 
 
@@ -86,12 +86,6 @@ def _variant(mode: str, delta: float | None, time: float | None, cache: bool) ->
 def _short(value: float) -> str:
     """All digits that tell it from other numbers, and no more."""
     return repr(value).removesuffix(".0")
-
-
-def _require_built(name: str, wanted: bool, text: str, what: str) -> None:
-    known = {field.name for field in fields(DecodeConfig)} & {field.name for field in fields(JobConfig)}
-    if wanted and name not in known:
-        raise UserError(f"--compare {text}: this version of the engine does not have {what}.")
 
 
 def _number(text: str, value: str) -> float:

@@ -119,6 +119,9 @@ def _speed(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "tokens per forward", _number(summary["tokens_per_forward"])
     yield "acceptance by draft depth", ", ".join(map(_percent, summary["acceptance_by_depth"])) or "no drafts"
     yield "draft positions folded", _percent(summary["fold_rate"])
+    if summary.get("time_fold_rate") is not None:
+        yield "positions folded in time", _percent(summary["time_fold_rate"])
+    yield "positions computed for an output token, all layers", _number(summary.get("recomputed_rows_per_token"))
     yield "workers", str(len(summary["workers"]))
 
 

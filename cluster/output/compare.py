@@ -219,6 +219,7 @@ def _totals(tally: Tally, summary: dict[str, Any]) -> dict[str, Any]:
         "acceptance": round(stats.drafts_accepted / stats.drafts_proposed, 4) if stats.drafts_proposed else None,
         "acceptance by depth": values["acceptance_by_depth"],
         "fold rate": values["fold_rate"],
+        "folded in time": values["time_fold_rate"],
         "recomputed rows per token": values["recomputed_rows_per_token"],
     }
 

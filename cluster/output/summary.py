@@ -1,4 +1,4 @@
-"""Totals of a run, made of the parts' records: ``summary.json``, ``shards.parquet`` and the table at the end."""
+"""Totals of a run, made of the parts' records: ``summary.json`` and ``shards.parquet``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.table import Column, Table
 
 from cluster.messages import ShardRecord, WorkerState
 from cluster.output.storage import Store
-from cluster.words import count
 from specfold.request import ERROR
 from specfold.stats import DecodeStats
 
@@ -25,9 +23,9 @@ _SHARD_SCHEMA = pa.schema(
     [
         ("shard", pa.int32()), ("first_row", pa.int64()), ("rows", pa.int64()), ("failed", pa.int64()),
         ("output_tokens", pa.int64()), ("tokens_per_second", pa.float64()), ("tokens_per_forward", pa.float64()),
-        ("acceptance", pa.float64()), ("fold_rate", pa.float64()), ("worker", pa.string()),
-        ("started", pa.timestamp("ms", "UTC")), ("seconds", pa.float64()), ("slowest_row", pa.int64()),
-        ("slowest_row_seconds", pa.float64()),
+        ("acceptance", pa.float64()), ("fold_rate", pa.float64()), ("time_fold_rate", pa.float64()),
+        ("recomputed_rows_per_token", pa.float64()), ("worker", pa.string()), ("started", pa.timestamp("ms", "UTC")),
+        ("seconds", pa.float64()), ("slowest_row", pa.int64()), ("slowest_row_seconds", pa.float64()),
     ]
 )  # fmt: skip
 
@@ -44,6 +42,8 @@ class ShardLine(NamedTuple):
     tokens_per_forward: float | None
     acceptance: float | None
     fold_rate: float | None
+    time_fold_rate: float | None
+    recomputed_rows_per_token: float | None
     worker: str
     started: int
     """Milliseconds since the epoch."""
@@ -183,7 +183,12 @@ class Tally:
             "acceptance_by_depth": [_round(share) for share in stats.acceptance_by_depth],
             "fold_rate": _round(stats.fold_rate),
             "fold_rate_by_layer": [_round(share) for share in stats.fold_rate_by_layer],
-            "recomputed_rows_per_token": _ratio(stats.recomputed_qkv_rows, stats.output_tokens),
+            "time_fold_rate": _round(stats.time_fold_rate),
+            "recomputed_rows_per_token": _round(stats.recomputed_rows_per_token),
+            "recomputed_rows_per_forward": {
+                "qkv": [[round(rows, 3) for rows in layer] for layer in stats.recomputed_per_forward("qkv")],
+                "ffn": [[round(rows, 3) for rows in layer] for layer in stats.recomputed_per_forward("ffn")],
+            },
             "stats": stats.to_dict(),
             "workers": {name: worker.to_dict() for name, worker in sorted(self._workers.items())},
             "slowest_rows": [row._asdict() for row in self.slowest_rows],
@@ -235,6 +240,8 @@ class _WorkerTotals:
             "tokens_per_forward": _round(stats.tokens_per_forward),
             "acceptance_by_depth": [_round(share) for share in stats.acceptance_by_depth],
             "fold_rate": _round(stats.fold_rate),
+            "time_fold_rate": _round(stats.time_fold_rate),
+            "recomputed_rows_per_token": _round(stats.recomputed_rows_per_token),
             "busy_seconds": round(busy, 3),
             "idle_seconds": round(self._earlier_idle_s + state.idle_s, 3),
         }
@@ -253,42 +260,15 @@ def read_summary(store: Store) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def summary_table(values: dict[str, Any]) -> Table:
-    """What is printed when a job ends."""
-    table = Table("", Column(overflow="fold"), title="Summary", title_justify="left", show_header=False)
-    rows, speed = values["rows"], values["tokens_per_second"]
-    reasons, kinds, flags = (
-        ", ".join(f"{number:,} {name}" for name, number in found.items())
-        for found in (rows["by_finish_reason"], rows["failed_by_kind"], values["flags"])
-    )
-    flags = flags or "none"
-    if rows["quarantined"]:
-        flags += f"; {count(rows['quarantined'], 'row')} in quarantine"
-    depth = ", ".join(_percent(share) for share in values["acceptance_by_depth"])
-    lines = [
-        ("rows", f"{rows['done']:,} ({reasons})"),
-        ("failed", f"{rows['failed']:,}" + (f" ({kinds})" if kinds else "")),
-        ("flags", flags),
-        ("output tokens", f"{values['output_tokens']:,}"),
-        ("tokens/s", f"{_number(speed['end_to_end'])} end to end, {_number(speed['decode'])} while decoding"),
-        ("tokens per forward", _number(values["tokens_per_forward"])),
-        ("acceptance by depth", depth or "no drafts"),
-        ("fold rate", _percent(values["fold_rate"]) if values["fold_rate"] is not None else "nothing to fold"),
-        ("workers", f"{len(values['workers'])}"),
-    ]
-    for name, text in lines:
-        table.add_row(name, text, end_section=name in ("flags", "fold rate"))
-    return table
-
-
 def _line(record: ShardRecord) -> ShardLine:
     stats = record.stats
     slowest = record.slowest[0] if record.slowest else [-1, 0, 0.0]
     return ShardLine(
         record.index, record.first_row, record.rows, record.num_failed, stats.output_tokens,
         _ratio(stats.output_tokens, record.seconds), stats.tokens_per_forward,
-        _ratio(stats.drafts_accepted, stats.drafts_proposed), stats.fold_rate, record.worker,
-        int(record.started * 1000), round(record.seconds, 3), int(slowest[0]), slowest[2],
+        _ratio(stats.drafts_accepted, stats.drafts_proposed), stats.fold_rate, stats.time_fold_rate,
+        stats.recomputed_rows_per_token, record.worker, int(record.started * 1000), round(record.seconds, 3),
+        int(slowest[0]), slowest[2],
     )  # fmt: skip
 
 
@@ -298,11 +278,3 @@ def _ratio(a: float, b: float) -> float | None:
 
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"

@@ -24,10 +24,10 @@ from specfold.stats import DecodeStats
 
 
 def reference(config: DecodeConfig) -> DecodeConfig:
-    """The settings without speculation: the same tokens are promised, by most modes."""
+    """The settings without speculation and folding: the same tokens are promised, by most modes."""
     if config.mode in ("ar", "linear_spec"):
         return replace(config, mode="ar", block_size=None)
-    return replace(config, mode="vanilla")
+    return config.plain()
 
 
 class AuditWork:

@@ -79,8 +79,12 @@ class DecodeLoop:
         self._closed = False
         self._waiting = 0
         self._counts: dict[str, int] = dict.fromkeys(
-            ("rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted"), 0
-        )
+            (
+                "rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted",
+                "recomputed_rows",
+            ),
+            0,
+        )  # fmt: skip
         self._pulse = 0
         self._seconds = [0.0, 0.0]  # idle, busy
         self._busy = False
@@ -235,6 +239,7 @@ class DecodeLoop:
         counts["forwards"] += stats.num_forwards
         counts["drafts_proposed"] += stats.drafts_proposed
         counts["drafts_accepted"] += stats.drafts_accepted
+        counts["recomputed_rows"] += stats.recomputed_qkv_rows
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

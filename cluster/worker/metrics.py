@@ -13,6 +13,7 @@ _COUNTERS = {
     "forwards": ("specfold_forwards", "Forwards of finished rows, prefill excluded."),
     "drafts_proposed": ("specfold_drafts_proposed", "Drafts verified."),
     "drafts_accepted": ("specfold_drafts_accepted", "Drafts accepted."),
+    "recomputed_rows": ("specfold_recomputed_rows", "Positions whose QKV was computed, over layers and forwards."),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from kernels.fused.acceptance_kernel import accept_kernel
-from kernels.fused.control import FLAGS, NEVER, Commit, Counters, Graph, Result, Rules, Slots
+from kernels.fused.control import FLAGS, NEVER, Carry, Commit, Counters, Graph, Result, Rules, Slots
 from kernels.fused.drafting import num_warps
 from kernels.fused.launch import overlapped
 from kernels.fused.layout import DENOISE, FINAL, VOID, Branches, Predictions
@@ -28,12 +28,14 @@ def accept(
     result: Result,
     commit: Commit,
     counters: Counters,
+    carry: Carry | None = None,
 ) -> None:
     """Applies the policy to the main branch's distribution, then on along the drafts that come true.
 
     Finished blocks are committed and their slots open the next block; otherwise the last accepted distribution is kept
     to draft from. Rows that end or are invalid become inactive, and nothing of an invalid row is committed. Counts
-    everything but folds (``kernels.fused.tally``). One program a slot.
+    everything but folds (``kernels.fused.tally``). ``carry``, where the main branch folds in time: which branch's rows
+    are to be stored, and what of them the next step may use. One program a slot.
     """
     block, num_top = rules.block_size, slots.guess_token_STJ.shape[2]
     width, height = tile_width(block), triton.next_power_of_2(graph.num_branches)
@@ -70,6 +72,11 @@ def accept(
         counters.accepted_SK,
         counters.draft_rows_SK,
         counters.run_lengths_SB,
+        *(
+            (commit.branch_S,) * 4
+            if carry is None
+            else (carry.branch_S, carry.steps_S, carry.valid_S, carry.compute_ST)
+        ),
         0.0 if rules.threshold is None else rules.threshold,
         B=graph.num_branches,
         BB=height,
@@ -85,6 +92,9 @@ def accept(
         MASK_ID=rules.mask_id,
         END_THINK=-1 if rules.end_think_id is None else rules.end_think_id,
         NUM_STOP=len(stop_ids),
+        CARRY=carry is not None,
+        REFRESH=0 if carry is None else carry.refresh_every,
+        SUB_BLOCKS=carry is not None and carry.sub_blocks,
         num_warps=num_warps(height * width),
         **overlapped(slots.active_S),
     )
@@ -100,10 +110,13 @@ def accept_reference(
     result: Result,
     commit: Commit,
     counters: Counters,
+    carry: Carry | None = None,
 ) -> None:
     """``accept`` in torch."""
     _report_idle(slots, rules, stop_ids, result)
     commit.branch_S.fill_(-1)
+    if carry is not None:
+        carry.branch_S.fill_(-1)
     slot_N = slots.active_S.nonzero().squeeze(1)
     if not len(slot_N):
         return
@@ -130,6 +143,27 @@ def accept_reference(
         result,
         commit,
     )
+    if carry is not None:
+        _carry(carry, slot_N, branch_N, slots, rules, commit)
+
+
+def _carry(
+    carry: Carry, slot_N: torch.Tensor, branch_N: torch.Tensor, slots: Slots, rules: Rules, commit: Commit
+) -> None:
+    """What the next step of the same block may inherit from; an ended row has none."""
+    goes_on_N = slots.active_S[slot_N] & (commit.branch_S[slot_N] < 0)
+    steps_N = torch.where(goes_on_N, carry.steps_S[slot_N] + 1, 0)
+    valid_N = goes_on_N & (steps_N % carry.refresh_every != 0 if carry.refresh_every else True)
+    if carry.sub_blocks:
+        masked_NT = slots.state_ST[slot_N] == rules.mask_id
+        group_T = torch.arange(rules.block_size, device=slot_N.device) // rules.group_size
+        active_N1 = torch.where(masked_NT, group_T, rules.block_size).amin(-1, keepdim=True)
+        first_NT = torch.arange(rules.block_size, device=slot_N.device) == active_N1 * rules.group_size
+        valid_N &= ~(masked_NT & first_NT).any(-1)
+        carry.compute_ST[slot_N] = (group_T == active_N1).long()
+    carry.branch_S[slot_N] = torch.where(goes_on_N, branch_N, -1).int()
+    carry.steps_S[slot_N] = steps_N
+    carry.valid_S[slot_N] = valid_N.int()
 
 
 def _report_idle(slots: Slots, rules: Rules, stop_ids: torch.Tensor, result: Result) -> None:

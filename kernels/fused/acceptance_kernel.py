@@ -51,6 +51,10 @@ def accept_kernel(
     p_accepted,
     p_draft_rows,
     p_run_lengths,
+    p_carried,
+    p_steps,
+    p_valid,
+    p_compute,
     threshold,
     B: tl.constexpr,
     BB: tl.constexpr,
@@ -66,6 +70,9 @@ def accept_kernel(
     MASK_ID: tl.constexpr,
     END_THINK: tl.constexpr,
     NUM_STOP: tl.constexpr,
+    CARRY: tl.constexpr,
+    REFRESH: tl.constexpr,
+    SUB_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     i_s = tl.program_id(0)
@@ -78,6 +85,8 @@ def accept_kernel(
     limit = block_limit(row_limit, start, T)
     if tl.load(p_active + i_s).to(tl.int32) == 0:
         tl.store(p_commit_branch + i_s, -1)
+        if CARRY:
+            tl.store(p_carried + i_s, -1)
         state = tl.load(p_state + i_s * T + o_t, mask=in_t, other=-1).to(tl.int32)
         masked = opening_mask(state, o_t, MASK_ID, VERIFY)
         _, end, stopped = find_ending(state, masked, o_t, first_new, limit, p_stop_ids, NUM_STOP, T, 0)
@@ -150,6 +159,10 @@ def accept_kernel(
     tl.store(p_start + i_s, next_start)
     tl.store(p_first_new + i_s, next_first_new.to(tl.int64))
     tl.store(p_active + i_s, (done == 0) & (bad == 0))
+    if CARRY:
+        goes_on = (committed == 0) & (done == 0) & (bad == 0)
+        _carry(p_carried, p_steps, p_valid, p_compute, i_s, branch, state, goes_on, o_t, T, GROUP, MASK_ID, REFRESH,
+               SUB_BLOCKS)  # fmt: skip
     if J > 0:
         tl.store(p_has_guess + i_s, committed == 0)
         _keep(p_guess_token, p_top_token, i_s, at, tl.where(committed, 0, T * J), T * J)
@@ -157,6 +170,26 @@ def accept_kernel(
 
     _count(i_s, kind, accepted, o_b, p_depth, p_denoise, p_commit, p_proposed, p_accepted, p_draft_rows, p_run_lengths,
            B, BB, T, K)  # fmt: skip
+
+
+@triton.jit
+def _carry(
+    p_carried, p_steps, p_valid, p_compute, i_s, branch, state, goes_on, o_t, T: tl.constexpr, GROUP: tl.constexpr,
+    MASK_ID: tl.constexpr, REFRESH: tl.constexpr, SUB_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """What the next step of the same block may inherit from; an ended row has none."""
+    steps = tl.where(goes_on, tl.load(p_steps + i_s) + 1, 0)
+    valid = goes_on
+    if REFRESH > 0:
+        valid = valid & (steps % REFRESH != 0)
+    if SUB_BLOCKS:
+        masked = (state == MASK_ID) & (o_t < T)
+        active = tl.min(tl.where(masked, o_t // GROUP, T), axis=0)
+        valid = valid & (tl.max((masked & (o_t == active * GROUP)).to(tl.int32), axis=0) == 0)
+        tl.store(p_compute + i_s * T + o_t, (o_t // GROUP == active).to(tl.int64), mask=o_t < T)
+    tl.store(p_carried + i_s, tl.where(goes_on, branch, -1))
+    tl.store(p_steps + i_s, steps)
+    tl.store(p_valid + i_s, valid.to(tl.int32))
 
 
 @triton.jit

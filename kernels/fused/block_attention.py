@@ -82,8 +82,8 @@ def _block_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr, T: tl.constexpr, UNIT: tl.constexpr,
     FINAL_KIND: tl.constexpr, LIMITED: tl.constexpr, ONE_SLOT: tl.constexpr, STATES: tl.constexpr,
     PREFIX_BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT_TILES: tl.constexpr,
-    KEYS_A_TILE: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    KEYS_A_TILE: tl.constexpr, TILES: tl.constexpr, STORED: tl.constexpr, BY_ROW: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     i_g, i_m, i_a = tl.program_id(0) % G, tl.program_id(0) // G, tl.program_id(1)
     GROUP: tl.constexpr = H // G
@@ -124,6 +124,9 @@ def _block_kernel(
         if D < BD:
             mask = mask & (o_d < D)[None, :]
         b_source = _source_rows(p_keep, p_row, ancestors, i_s, o_t, valid, B, T, CACHE)
+        if BY_ROW:
+            valid = valid & (b_source < tl.num_programs(1) * T)
+            mask = mask & valid[:, None]
         o_h = i_g * GROUP + o_m % GROUP
         o_q = (b_source * H + o_h) * D
         b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=mask, other=0.0, cache_modifier=CACHE)  # [BM, BD]
@@ -132,6 +135,9 @@ def _block_kernel(
         # On their way while the block is attended.
         o_state = (i_g * num_rows + b_source) * GROUP + o_m % GROUP
         b_states, stride = tl.where(valid, num_states, 0), num_rows * H
+        if STORED:
+            # Stored rows, behind those of the list's positions, have the chunks merged in one state.
+            b_states = tl.where(b_source < tl.num_programs(1) * T, b_states, tl.minimum(b_states, 1))
         m_p, l_p, acc_p = _load_state(p_m, p_l, p_acc, o_state, b_states, 0, stride, D, BD)
         if STATES > 1:
             m_1, l_1, acc_1 = _load_state(p_m, p_l, p_acc, o_state, b_states, 1, stride, D, BD)
@@ -170,7 +176,7 @@ def _block_kernel(
                 m_p, l_p, acc_p, p_m, p_l, p_acc, o_state, b_states, num_states, stride, D, BD
             )
         b_m, b_l, b_acc = merge_keys(m_p, l_p, acc_p, b_m, b_l, b_acc)
-        o_out = ((i_a * T + o_t) * H + o_h) * D
+        o_out = ((b_source if BY_ROW else i_a * T + o_t) * H + o_h) * D
         b_out = b_acc * (1.0 / b_l)[:, None]
         tl.store(p_out + o_out[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=mask)
 
@@ -186,12 +192,15 @@ def block_attention(
     scale: float,
     out_NX: torch.Tensor,
     length_S: torch.Tensor | None = None,
+    by_row: bool = False,
 ) -> None:
     """Attention output of every position of every live branch, in the dtype of ``out_NX``.
 
     Inside the block, query t sees key u iff ``u // unit <= t // unit``: ``unit`` is ``mask_unit`` for final branches
     (T full, the block size, or 1 causal) and T for the others. Positions from ``length_S`` (int64) on do not exist:
-    neither queries nor keys, and their output is left alone. Where ``branches.start_S``, the prefix that ``state`` is
+    neither queries nor keys, and their output is left alone. Rows from A * T on are stored ones: their prefix is in the
+    first state alone. With ``by_row`` (main branches alone) only positions with a row of their own are queries, and
+    their output goes to that row. Where ``branches.start_S``, the prefix that ``state`` is
     about, is 0 the state is not read.
     """
     num_heads, head_dim = q_RHD.shape[1:]
@@ -244,6 +253,8 @@ def block_attention(
         SPLIT_TILES=state.split_tiles,
         KEYS_A_TILE=plan.keys_a_tile,
         TILES=several,
+        BY_ROW=by_row,
+        STORED=len(q_RHD) > room * block and len(state.m_CGRY) > 1,
         BM=plan.block_query_tile,
         BN=min(KEY_TILE, max(16, triton.next_power_of_2(block))),
         BD=padded_width(head_dim),
@@ -266,6 +277,7 @@ def block_attention_reference(
     scale: float,
     out_NX: torch.Tensor,
     length_S: torch.Tensor | None = None,
+    by_row: bool = False,
 ) -> None:
     """The same in torch after ``prefix_attention_reference``, branch by branch, one softmax over the whole block."""
     num_heads, num_kv, block = q_RHD.shape[1], k_RGD.shape[1], branches.tokens_SBT.shape[2]
@@ -276,26 +288,29 @@ def block_attention_reference(
         if not length:
             continue
         kept_T = (rows.keep_ST[slot, :length] & branches.ancestors_B[branch]).tolist()
-        sources = [int(rows.row_SBT[slot, bits.bit_length() - 1, t]) for t, bits in enumerate(kept_T)]
+        sources = [int(rows.row_SBT[slot, max(bits.bit_length() - 1, 0), t]) for t, bits in enumerate(kept_T)]
         rows_T = torch.tensor(sources, device=q_RHD.device)
         unit = mask_unit if int(branches.kind_SB[slot, branch]) == FINAL else block
         at_T = torch.arange(length, device=q_RHD.device) // unit
-        hidden_TT = at_T[None, :] > at_T[:, None]
+        own_T = rows_T < len(branches.slot_A) * block if by_row else torch.ones_like(at_T, dtype=torch.bool)
+        hidden_TT = (at_T[None, :] > at_T[:, None])[own_T]
+        asked_T = rows_T[own_T]
 
-        q = q_RHD[rows_T].float().transpose(0, 1)  # [H, t, D]
+        q = q_RHD[asked_T].float().transpose(0, 1)  # [H, t, D]
         k, v = (x[rows_T].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k_RGD, v_RGD))
         scores = torch.bmm(q, k.transpose(1, 2)) * (scale * math.log2(math.e))
         scores = scores.masked_fill(hidden_TT, -torch.inf)
         m = scores.amax(-1, keepdim=True)
         has_prefix = bool(branches.start_S[slot] > 0)
         if has_prefix:
-            m_prefix = state.m_CGRY[0][:, rows_T].transpose(1, 2).flatten(0, 1)[..., None]  # [H, t, 1]
+            m_prefix = state.m_CGRY[0][:, asked_T].transpose(1, 2).flatten(0, 1)[..., None]  # [H, t, 1]
             m = torch.maximum(m, m_prefix)
         weights = torch.exp2(scores - m)
         total = weights.sum(-1, keepdim=True)
         acc = torch.bmm(weights.to(v_RGD.dtype).float(), v)
         if has_prefix:
             keep = torch.exp2(m_prefix - m)
-            total = total + state.l_CGRY[0][:, rows_T].transpose(1, 2).flatten(0, 1)[..., None] * keep
-            acc = acc + state.acc_CGRYD[0][:, rows_T].transpose(1, 2).flatten(0, 1) * keep
-        out_NX[a * block : a * block + length] = (acc / total).transpose(0, 1).flatten(1).to(out_NX.dtype)
+            total = total + state.l_CGRY[0][:, asked_T].transpose(1, 2).flatten(0, 1)[..., None] * keep
+            acc = acc + state.acc_CGRYD[0][:, asked_T].transpose(1, 2).flatten(0, 1) * keep
+        to_T = asked_T if by_row else a * block + torch.arange(length, device=q_RHD.device)
+        out_NX[to_T] = (acc / total).transpose(0, 1).flatten(1).to(out_NX.dtype)

@@ -1,4 +1,4 @@
-"""Keys and values of accepted blocks into the prefix pages.
+"""Keys and values of accepted blocks into the prefix pages; with the sub-block cache, those of a step for the next.
 
 L layers, R rows of a layer's arena, G key/value heads, D head width, S slots, B branches, T block positions,
 W positions a page; a page table has P entries a slot.
@@ -129,3 +129,63 @@ def commit_kv_reference(
         for layer, row_T in enumerate(row_LT):
             k_LPWGD[layer, page, offset] = k_LRGD[layer, row_T]
             v_LPWGD[layer, page, offset] = v_LRGD[layer, row_T]
+
+
+def store_keys(k_LXGD: torch.Tensor, v_LXGD: torch.Tensor, row_LST: torch.Tensor, branch_S: torch.Tensor) -> None:
+    """Copies keys and values of the main branches' positions to their stored rows, the last S * T of X.
+
+    Not of slots whose ``branch_S`` (int32) is below 0, nor where the stored row serves already.
+    """
+    num_layers, num_slots, block = row_LST.shape
+    room, width = k_LXGD.shape[1], k_LXGD.shape[2] * k_LXGD.shape[3]
+    assert k_LXGD.is_contiguous()
+    assert v_LXGD.is_contiguous()
+    assert row_LST.is_contiguous()
+    tile = min(8, triton.next_power_of_2(block))
+    _store_keys_kernel[(triton.cdiv(block, tile), num_layers, num_slots)](
+        k_LXGD,
+        v_LXGD,
+        row_LST,
+        branch_S,
+        room,
+        T=block,
+        GD=width,
+        BT=tile,
+        BGD=triton.next_power_of_2(width),
+        num_warps=8,
+        **overlapped(k_LXGD),
+    )
+
+
+@triton.jit
+def _store_keys_kernel(
+    p_k, p_v, p_row, p_branch, room,
+    T: tl.constexpr, GD: tl.constexpr, BT: tl.constexpr, BGD: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    o_t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i_layer, i_slot, num_slots = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    o_x = tl.arange(0, BGD)
+    wait_for_inputs(OVERLAP)
+    if tl.load(p_branch + i_slot) >= 0:
+        num_rows = room - num_slots * T
+        i_row = tl.load(p_row + (i_layer * num_slots + i_slot) * T + o_t, mask=o_t < T, other=room)  # [BT]
+        mask = (i_row < num_rows)[:, None] & (o_x < GD)[None, :]  # [BT, BGD]
+        o_layer = i_layer.to(tl.int64) * room
+        o_from = (o_layer + i_row)[:, None] * GD + o_x[None, :]
+        o_to = (o_layer + num_rows + i_slot * T + o_t)[:, None] * GD + o_x[None, :]
+        b_k, b_v = tl.load(p_k + o_from, mask=mask), tl.load(p_v + o_from, mask=mask)
+        tl.store(p_k + o_to, b_k, mask=mask)
+        tl.store(p_v + o_to, b_v, mask=mask)
+
+
+def store_keys_reference(
+    k_LXGD: torch.Tensor, v_LXGD: torch.Tensor, row_LST: torch.Tensor, branch_S: torch.Tensor
+) -> None:
+    """The same in plain torch."""
+    _, num_slots, block = row_LST.shape
+    num_rows = k_LXGD.shape[1] - num_slots * block
+    to_ST = num_rows + torch.arange(num_slots * block, device=row_LST.device).view(num_slots, block)
+    for layer, row_ST in enumerate(row_LST):
+        own = (row_ST < num_rows) & (branch_S >= 0)[:, None]
+        for x_XGD in (k_LXGD[layer], v_LXGD[layer]):
+            x_XGD[to_ST[own]] = x_XGD[row_ST[own].long()]

@@ -224,6 +224,38 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Carry:
+    """What a step hands to the next one of the same block: stored rows, where the main branch folds in time."""
+
+    branch_S: torch.Tensor
+    """int32: the accepted branch whose results become the stored rows; -1 for none."""
+    steps_S: torch.Tensor
+    """int64: steps of the slot's block so far."""
+    valid_S: torch.Tensor
+    """int32: 1 where the next step may inherit from the stored rows."""
+    compute_ST: torch.Tensor
+    """int64: 1 at the positions that the next step computes whatever has changed: with the sub-block cache the active
+    sub-block, otherwise none."""
+    refresh_every: int
+    """So many steps of a block are followed by one that inherits nothing; 0: none is."""
+    sub_blocks: bool
+    """The sub-block cache: a step whose active sub-block begins with a mask inherits nothing either."""
+
+    @classmethod
+    def empty(cls, steps_S: torch.Tensor, block: int, refresh_every: int = 0, sub_blocks: bool = False) -> Carry:
+        """Nothing stored; ``steps_S`` is the slots' own."""
+        num_slots, device = len(steps_S), steps_S.device
+        branch, valid = torch.zeros((2, num_slots), dtype=torch.int32, device=device)
+        compute = torch.zeros((num_slots, block), dtype=torch.int64, device=device)
+        return cls(branch, steps_S, valid, compute, refresh_every, sub_blocks)
+
+    def clear(self, slot: int) -> None:
+        """Forgets what is stored: the slot opens another row's block."""
+        self.steps_S[slot].zero_()
+        self.valid_S[slot].zero_()
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
     """Sums per slot, int64, added up step by step; the host clears a slot's when a row enters it."""
 
@@ -240,12 +272,15 @@ class Counters:
     """Recomputed rows of all layers."""
     folded_qkv_SLK: torch.Tensor
     folded_ffn_SLK: torch.Tensor
+    main_qkv_SL: torch.Tensor
+    """Positions of denoising main branches that were folded in time."""
+    main_ffn_SL: torch.Tensor
 
     @classmethod
     def empty(
         cls, num_slots: int, num_branches: int, num_layers: int, num_depths: int, device: torch.device | str
     ) -> Counters:
-        shapes = {"K": (num_depths,), "B": (num_branches,), "LK": (num_layers, num_depths), "": ()}
+        shapes = {"K": (num_depths,), "B": (num_branches,), "LK": (num_layers, num_depths), "L": (num_layers,), "": ()}
         suffixes = {f.name: f.name.rsplit("_S", 1)[1] for f in fields(cls)}
         return cls(
             **{

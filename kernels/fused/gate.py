@@ -7,25 +7,14 @@ K partial sums, V vocabulary.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
-from kernels.fused.launch import early, overlapped, wait_for_inputs
-from kernels.fused.layout import DENOISE, Addend, Branches, RowMap
-from kernels.fused.placement import place_row, place_rows
-from kernels.fused.residual import (
-    MAX_PROGRAMS,
-    add_rows,
-    added_row,
-    rms_norm_row,
-    row_config,
-    source_row,
-    stored_row,
-    stream_rows,
-)
+from kernels.fused.gate_kernel import gate_kernel
+from kernels.fused.launch import early, overlapped
+from kernels.fused.layout import DENOISE, Addend, Branches, RowMap, TimeGate
+from kernels.fused.placement import place_rows
+from kernels.fused.residual import MAX_PROGRAMS, row_config, stream_rows
 from kernels.norm import rms_norm
 
-_DENOISE = tl.constexpr(DENOISE)
 MAX_REGISTERS: int | None = 80
 """A thread's where there are several branches and rows are wide: three programs of 256 threads fit on a multiprocessor,
 and so all positions of nine branches at once."""
@@ -47,6 +36,7 @@ def gate_rows(
     out: RowMap,
     normed_RE: torch.Tensor,
     length_S: torch.Tensor | None = None,
+    time: TimeGate | None = None,
 ) -> None:
     """Adds the projection before to the residual stream, gates against the parent, and norms what is kept.
 
@@ -60,6 +50,11 @@ def gate_rows(
     folded exactly there. Kept positions get a row of ``out`` (cleared before) and their RMSNorm in ``normed_RE``.
 
     Positions at or beyond ``length_S`` (int64; None: T) are left out: they have no row, their stream is undefined.
+
+    With ``time`` a denoising main branch is gated, too, by ``time.delta`` against the stored rows, which are those of
+    ``stream_NE`` behind its list positions, where ``time.valid_S`` allows; ``inherit`` and ``retest`` say the same of
+    it as of drafts. Its folded positions get their stored row in ``out.row_SBT``. Where ``time.skips`` (main branches
+    alone) they get nothing else.
     """
     num_slots, num_branches, block = branches.tokens_SBT.shape
     width = source_XE.shape[1]
@@ -69,10 +64,15 @@ def gate_rows(
     for tensor in (source_XE, stream_NE, normed_RE, *(() if parts is None else (parts.values_KRN[0],))):
         assert tensor.is_contiguous()
     num_positions = len(branches.slot_A) * block
-    folds = delta >= 0 and num_branches > 1
+    drafts_fold = delta >= 0 and num_branches > 1
+    skips = time is not None and time.skips
+    folds = drafts_fold or (time is not None and not skips)
+    assert not skips or (num_branches == 1 and inherit is not None and not retest)
+    stored = addend.stored_XE if addend else None
+    assert stored is None or (added is not None and parts is not None and parts.values_KRN.shape[1] == num_positions)
     config = row_config(width)
     # Where a tensor is not needed another one stands in for it.
-    _gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
+    gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
         source_XE,
         source_XE if parts is None else parts.values_KRN,
         out.count_1 if parts is None or parts.used_1 is None else parts.used_1,
@@ -97,8 +97,11 @@ def gate_rows(
         out.position_R,
         out.slot_count_S,
         out.slot_rows_SX,
+        normed_RE if stored is None else stored,
+        out.count_1 if time is None else time.valid_S,
         eps,
         delta * delta,
+        0.0 if time is None else time.delta * time.delta,
         0 if parts is None else parts.stride,
         num_branches,
         num_positions,
@@ -112,6 +115,10 @@ def gate_rows(
         HAS_LENGTH=length_S is not None,
         INHERITS=folds and inherit is not None,
         TESTS=folds and (inherit is None or retest),
+        DRAFTS=drafts_fold,
+        TIME=time is not None and not skips,
+        SKIPS=skips,
+        STORED=stored is not None,
         ONE_SLOT=num_slots == 1,
         ONE_BRANCH=num_branches == 1,
         EAGER=not by_token and num_positions <= MAX_EAGER,
@@ -120,162 +127,6 @@ def gate_rows(
         **({"maxnreg": MAX_REGISTERS} if MAX_REGISTERS and num_branches > 1 and config["num_warps"] >= 8 else {}),
         **overlapped(source_XE),
     )
-
-
-@triton.jit
-def _gate_kernel(
-    p_source,
-    p_parts,
-    p_used,
-    p_added_keep,
-    p_added_row,
-    p_tokens,
-    p_kind,
-    p_index,
-    p_num_live,
-    p_slot,
-    p_branch,
-    p_parent,
-    p_ancestors,
-    p_length,
-    p_inherit_keep,
-    p_weight,
-    p_stream,
-    p_normed,
-    p_keep,
-    p_row,
-    p_count,
-    p_position,
-    p_slot_count,
-    p_slot_rows,
-    eps,
-    delta_squared,
-    stride,
-    num_branches,
-    num_positions,
-    num_slot_rows,
-    T: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    COUNTED: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    MAPPED: tl.constexpr,
-    HAS_LENGTH: tl.constexpr,
-    INHERITS: tl.constexpr,
-    TESTS: tl.constexpr,
-    ONE_SLOT: tl.constexpr,
-    ONE_BRANCH: tl.constexpr,
-    EAGER: tl.constexpr,
-    EARLY: tl.constexpr,
-    BE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    # Without folding every position keeps its place: its row has its number.
-    IN_PLACE: tl.constexpr = (not (INHERITS or TESTS)) and (not HAS_LENGTH)
-    AT_ONCE: tl.constexpr = EAGER and (not EARLY)
-    CACHE: tl.constexpr = ".cg" if EARLY else ""
-    dtype: tl.constexpr = p_stream.dtype.element_ty
-    o_e = tl.arange(0, BE)
-    m_e = o_e < E
-    # One branch: while the kernel before still runs. Several: late, where registers limit what is on its way at once.
-    if ONE_BRANCH:
-        b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
-    used = K
-    if not EARLY:
-        wait_for_inputs(OVERLAP)
-        if COUNTED:
-            used = tl.load(p_used)
-    num_live = tl.load(p_num_live, cache_modifier=CACHE)
-    # Bounded by the room and not by the list's length: the first loads need not wait for it.
-    for i_p in range(tl.program_id(0), num_positions, tl.num_programs(0)):
-        i_t = i_p % T
-        i_slot, i_branch = 0, 0
-        if not ONE_SLOT:
-            i_slot = tl.load(p_slot + i_p // T, cache_modifier=CACHE)
-        if not ONE_BRANCH:
-            i_branch = tl.load(p_branch + i_p // T, cache_modifier=CACHE)
-        if AT_ONCE:
-            b_stored = stored_row(p_source, i_p, o_e, m_e, E, "")  # [BE]
-            if (K > 0) and (not MAPPED):
-                b_added = added_row(p_parts, i_p, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
-        live = i_p // T < num_live
-        if HAS_LENGTH:
-            live = live & (i_t < tl.load(p_length + tl.where(live, i_slot, 0), cache_modifier=CACHE))
-        if live:
-            i_table = (i_slot * num_branches + i_branch) * T + i_t
-            i_ancestors = tl.full([], 1, tl.int64)
-            if not ONE_BRANCH:
-                i_ancestors = tl.load(p_ancestors + i_branch)
-            i_part = i_p
-            if MAPPED:
-                if ONE_BRANCH:
-                    i_part = tl.load(p_added_row + i_table, cache_modifier=CACHE)
-                else:
-                    i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T, CACHE)
-            fold = False
-            if INHERITS or TESTS:
-                fold = (i_branch > 0) & (tl.load(p_kind + i_table // T, cache_modifier=CACHE) == _DENOISE)
-            if INHERITS:
-                kept = tl.load(p_inherit_keep + i_slot * T + i_t, cache_modifier=CACHE)
-                fold = fold & (((kept >> i_branch) & 1) == 0)
-            if not AT_ONCE:
-                i_source = tl.load(p_tokens + i_table, cache_modifier=CACHE) if BY_TOKEN else i_p
-                b_stored = stored_row(p_source, i_source, o_e, m_e, E, CACHE)  # [BE]
-            if (not EARLY) and (K > 0) and (MAPPED or not AT_ONCE):
-                b_added = added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
-            if TESTS:
-                # Masked and not branched over: the parent's row is on its way together with the branch's own.
-                i_above = i_slot * num_branches + tl.load(p_parent + i_branch)
-                i_p_above = tl.load(p_index + i_above, cache_modifier=CACHE) * T + i_t
-                i_source = tl.load(p_tokens + i_above * T + i_t, cache_modifier=CACHE) if BY_TOKEN else i_p_above
-                b_above = stored_row(p_source, i_source, o_e, o_e < tl.where(fold, E, 0), E, CACHE)  # [BE]
-                i_part_above = i_p_above
-                if MAPPED:
-                    # A branch's ancestors are its parent's and itself. (Of main branches this makes none, hence row 0.)
-                    i_above = i_ancestors ^ (tl.full([], 1, tl.int64) << i_branch)
-                    i_part_above = source_row(p_added_keep, p_added_row, i_above, i_slot, i_t, num_branches, T, CACHE)
-            if EARLY:
-                wait_for_inputs(OVERLAP)
-                if COUNTED:
-                    used = tl.load(p_used)
-                if K > 0:
-                    b_added = added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
-            b_x = b_stored
-            if K > 0:
-                b_x = add_rows(b_stored, b_added, dtype)
-            if TESTS:
-                if K > 0:
-                    # Where the position was folded in the layer before, the same row serves both: it is here already.
-                    other = i_part_above != i_part
-                    m_other = o_e < tl.where(fold & other, E, 0)
-                    b_other = added_row(p_parts, i_part_above, stride, used, o_e, m_other, E, K, COUNTED)  # [BE]
-                    b_above = add_rows(b_above, tl.where(other, b_other, b_added), dtype)
-                fold = fold & _is_near(b_x, b_above, delta_squared)
-            tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)
-            if not fold:
-                i_row = place_row(
-                    p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_slot, i_branch, i_t,
-                    num_live, num_branches, num_slot_rows, T, IN_PLACE, ONE_SLOT,
-                )  # fmt: skip
-                if not ONE_BRANCH:
-                    b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
-                b_normed = rms_norm_row(b_x, b_weight, eps, p_normed.dtype.element_ty, E)
-                tl.store(p_normed + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)
-    if EARLY:
-        wait_for_inputs(OVERLAP)  # For programs without a position: that this kernel ended must tell as much as ever.
-
-
-@triton.jit
-def _add_both(a0, b0, a1, b1):
-    return a0 + a1, b0 + b1
-
-
-@triton.jit
-def _is_near(b_x, b_parent, delta_squared):
-    """Whether the residual against the parent folds; not where it is NaN. Both sums in one reduction."""
-    b_residual = b_x - b_parent
-    residual, parent = tl.reduce((b_residual * b_residual, b_parent * b_parent), 0, _add_both)
-    return residual <= delta_squared * parent
 
 
 def gate_rows_reference(
@@ -292,12 +143,16 @@ def gate_rows_reference(
     out: RowMap,
     normed_RE: torch.Tensor,
     length_S: torch.Tensor | None = None,
+    time: TimeGate | None = None,
 ) -> None:
     """The same in plain torch; rows stand in the order of the list."""
     block = branches.tokens_SBT.shape[2]
     position = torch.arange(int(branches.num_live_1) * block, device=stream_NE.device)
     if length_S is not None:
         position = position[position % block < length_S[branches.slot_A[position // block].long()]]
+    if time is not None and time.skips:
+        assert inherit is not None
+        position = _without_skipped(position, branches, inherit, time, out)
     a, t = position // block, position % block
     slot, branch = branches.slot_A[a].long(), branches.branch_A[a].long()
 
@@ -308,15 +163,40 @@ def gate_rows_reference(
     x = stream(position, branch)
     stream_NE[position] = x
 
-    fold = (branch > 0) & (branches.kind_SB[slot, branch] == DENOISE) & (delta >= 0)
+    denoises = branches.kind_SB[slot, branch] == DENOISE
+    fold = (branch > 0) & denoises & (delta >= 0)
+    stored_row = len(branches.slot_A) * block + slot * block + t
+    if time is not None and not time.skips:
+        fold |= (branch == 0) & denoises & (time.valid_S[slot] > 0)
     if inherit is not None:
         fold &= (inherit.keep_ST[slot, t] >> branch & 1) == 0
     if inherit is None or retest:
         parent = branches.parent_B[branch].long()
         above = stream(branches.index_SB[slot, parent].long() * block + t, parent).float()
+        limit = torch.full_like(above[:, 0], delta * delta)
+        if time is not None:
+            before = stream_NE[stored_row].float()
+            above = torch.where((branch == 0)[:, None], before, above)
+            limit = torch.where(branch == 0, time.delta * time.delta, limit)
         residual = (x.float() - above).square().sum(-1)
-        fold &= residual <= delta * delta * above.square().sum(-1)
+        fold &= residual <= limit * above.square().sum(-1)
     kept = ~fold
+    if time is not None and not time.skips:
+        folded = fold & (branch == 0)
+        out.row_SBT[slot[folded], 0, t[folded]] = stored_row[folded].int()
     place_rows(out, position[kept], slot[kept], branch[kept], t[kept])
     row = out.row_SBT[slot[kept], branch[kept], t[kept]].long()
     normed_RE[row] = rms_norm(x[kept], norm_weight_E, eps)
+
+
+def _without_skipped(
+    position_N: torch.Tensor, branches: Branches, inherit: RowMap, time: TimeGate, out: RowMap
+) -> torch.Tensor:
+    """The positions that are not left out; the others get their stored row."""
+    block = branches.tokens_SBT.shape[2]
+    slot, t = branches.slot_A[position_N // block].long(), position_N % block
+    denoises = branches.kind_SB[slot, 0] == DENOISE
+    skipped = denoises & (time.valid_S[slot] > 0) & (inherit.keep_ST[slot, t] & 1 == 0)
+    stored_row = len(branches.slot_A) * block + slot * block + t
+    out.row_SBT[slot[skipped], 0, t[skipped]] = stored_row[skipped].int()
+    return position_N[~skipped]

@@ -1,8 +1,10 @@
 """The tensors that the fused kernels share: branches of a step, rows they recompute, rows of the LM head.
 
 S slots, B branches a slot (0 the main one), T block positions, A = S * B room for computed branches, X = B * T,
-R recomputed rows, D head rows, J kept tokens. Everything is made once, for the largest step; how much of it a step
-uses is a count on the device, and what lies beyond the count is undefined.
+R recomputed rows, D head rows, J kept tokens. With folding in time S * T stored rows follow the room for recomputed
+ones: row ``A * T + s * T + t`` holds what the state accepted last has for position t of slot s. Everything is made
+once, for the largest step; how much of it a step uses is a count on the device, and what lies beyond the count is
+undefined.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class RowMap:
     """Which positions are recomputed in one layer, and the row where each result lies.
 
     A folded position's result is that of its nearest kept ancestor: since parents have lower numbers than children,
-    branch ``highest bit of (keep[s, t] & ancestors[b])``, row ``row[s, that branch, t]``. Rows stand in no particular
+    branch ``highest bit of (keep[s, t] & ancestors[b])``, row ``row[s, that branch, t]``. Where there is none, the main
+    branch itself was folded, in time: then ``row[s, 0, t]`` is the stored row. Rows stand in no particular
     order: a row's result depends on nothing but itself. ``keep``, ``count`` and ``slot_count`` must be zero before
     ``gate_rows`` fills the map.
     """
@@ -55,7 +58,7 @@ class RowMap:
     keep_ST: torch.Tensor
     """int64 bit set of the branches that are recomputed at a position."""
     row_SBT: torch.Tensor
-    """int32: row of a kept position; undefined elsewhere."""
+    """int32: row of a kept position, and of each of the main branch; undefined elsewhere."""
     count_1: torch.Tensor
     """int32: number of rows."""
     position_R: torch.Tensor
@@ -99,6 +102,29 @@ class Addend:
 
     parts: Parts
     rows: RowMap | None
+    stored_XE: torch.Tensor | None = None
+    """float32, with folding in time: the sums of the stored rows, which follow the parts' rows."""
+
+    def total(self, rows_N: torch.Tensor) -> torch.Tensor:
+        """What is added by some rows, float32 [n, E]; int64 ``rows_N``."""
+        if self.stored_XE is None:
+            return self.parts.total(rows_N)
+        room = self.parts.values_KRN.shape[1]
+        is_stored = rows_N >= room
+        stored = self.stored_XE[torch.where(is_stored, rows_N - room, 0)]
+        return torch.where(is_stored[:, None], stored, self.parts.total(torch.where(is_stored, 0, rows_N)))
+
+
+@dataclass(frozen=True, slots=True)
+class TimeGate:
+    """When a position of the main branch inherits from the state accepted before: the gate's side."""
+
+    delta: float
+    valid_S: torch.Tensor
+    """int32: 1 where the slot's stored rows may be inherited from in this step."""
+    skips: bool = False
+    """The sub-block cache: a position of a main branch that the given map folds is left out altogether; nothing but its
+    stored row's key and value is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

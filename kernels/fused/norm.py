@@ -14,12 +14,12 @@ from kernels.fused.layout import Addend, Branches, HeadRows
 from kernels.fused.residual import (
     MAX_PROGRAMS,
     add_rows,
-    added_row,
     rms_norm_row,
     row_config,
     source_row,
     stored_row,
     stream_rows,
+    summed_row,
 )
 from kernels.norm import rms_norm
 
@@ -37,8 +37,8 @@ def head_norm(
 
     The hidden state is the stream plus the last layer's addend, rounded to the stream's dtype.
     """
-    parts, added = addend.parts, addend.rows
-    num_parts, _, width = parts.values_KRN.shape
+    parts, added, stored = addend.parts, addend.rows, addend.stored_XE
+    num_parts, room, width = parts.values_KRN.shape
     for tensor in (stream_NE, parts.values_KRN[0], out_DE):
         assert tensor.is_contiguous()
     _head_norm_kernel[(min(len(out_DE), MAX_PROGRAMS),)](
@@ -54,14 +54,17 @@ def head_norm(
         rows.hidden_D,
         norm_weight_E,
         out_DE,
+        stream_NE if stored is None else stored,
         eps,
         parts.stride,
+        room,
         len(branches.parent_B),
         T=branches.tokens_SBT.shape[2],
         E=width,
         K=num_parts,
         MAPPED=added is not None,
         COUNTED=parts.used_1 is not None,
+        STORED=stored is not None,
         **row_config(width),
         **overlapped(stream_NE),
     )
@@ -81,14 +84,17 @@ def _head_norm_kernel(
     p_hidden,
     p_weight,
     p_out,
+    p_stored,
     eps,
     stride,
+    room,
     num_branches,
     T: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
     MAPPED: tl.constexpr,
     COUNTED: tl.constexpr,
+    STORED: tl.constexpr,
     BE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -106,7 +112,7 @@ def _head_norm_kernel(
             i_slot, i_branch = tl.load(p_slot + i_p // T), tl.load(p_branch + i_p // T)
             i_part = source_row(p_keep, p_map, tl.load(p_ancestors + i_branch), i_slot, i_p % T, num_branches, T, "")
         b_stored = stored_row(p_stream, i_p, o_e, m_e, E, "")  # [BE]
-        b_added = added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)  # [BE]
+        b_added = summed_row(p_parts, p_stored, i_part, room, stride, used, o_e, m_e, E, K, COUNTED, STORED)  # [BE]
         b_x = add_rows(b_stored, b_added, p_stream.dtype.element_ty)
         b_normed = rms_norm_row(b_x, b_weight, eps, p_out.dtype.element_ty, E)
         tl.store(p_out + tl.cast(i_row, tl.int64) * E + o_e, b_normed, mask=m_e)

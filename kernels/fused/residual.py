@@ -72,6 +72,20 @@ def added_row(p_parts, i_part, stride, used, o_e, m_e, E: tl.constexpr, K: tl.co
 
 
 @triton.jit
+def summed_row(
+    p_parts, p_stored, i_part, room, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr,
+    STORED: tl.constexpr,
+):  # fmt: skip
+    """The same where rows from ``room`` on are stored ones (STORED), which have one part."""
+    if STORED:
+        is_stored, i_part = i_part >= room, tl.cast(i_part, tl.int64)
+        p_row = tl.where(is_stored, p_stored + (i_part - room) * E, p_parts + i_part * E)
+        return added_row(p_row, 0, stride, tl.where(is_stored, 1, used), o_e, m_e, E, K, True)
+    else:
+        return added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)
+
+
+@triton.jit
 def add_rows(b_stored, b_added, dtype):
     """The stream: stored row plus what was added, rounded to the stream's dtype; returned in float32."""
     return (b_stored + b_added).to(dtype).to(tl.float32)
@@ -103,4 +117,4 @@ def stream_rows(
     if addend is None:
         return stored_NE
     row_N = position_N if addend.rows is None else source_rows(addend.rows, branches, position_N)
-    return (stored_NE.float() + addend.parts.total(row_N)).to(stored_NE.dtype)
+    return (stored_NE.float() + addend.total(row_N)).to(stored_NE.dtype)

@@ -18,8 +18,12 @@ from kernels.fused.opening import tile_width
 _DENOISE = tl.constexpr(DENOISE)
 
 
-def tally_folds(branches: Branches, graph: Graph, keep_LKST: torch.Tensor, counters: Counters) -> None:
+def tally_folds(
+    branches: Branches, graph: Graph, keep_LKST: torch.Tensor, counters: Counters, carries: bool = False
+) -> None:
     """Adds a step's recomputed rows, and its folded positions by layer and depth of the draft.
+
+    ``carries``: main branches fold, too, in time; theirs are counted apart.
 
     ``keep_LKST``: int64 bit sets [L, 2, S, T] of the branches recomputed at a position, K = 0 for QKV and 1 for the
     FFN. One program a slot and layer.
@@ -35,12 +39,15 @@ def tally_folds(branches: Branches, graph: Graph, keep_LKST: torch.Tensor, count
         counters.ffn_rows_S,
         counters.folded_qkv_SLK,
         counters.folded_ffn_SLK,
+        counters.main_qkv_SL,
+        counters.main_ffn_SL,
         L=num_layers,
         B=graph.num_branches,
         BB=height,
         T=block,
         BT=width,
         K=graph.num_depths,
+        CARRIES=carries,
         num_warps=num_warps(height * width),
         **overlapped(keep_LKST),
     )
@@ -55,12 +62,15 @@ def _tally_kernel(
     p_ffn_rows,
     p_folded_qkv,
     p_folded_ffn,
+    p_main_qkv,
+    p_main_ffn,
     L: tl.constexpr,
     B: tl.constexpr,
     BB: tl.constexpr,
     T: tl.constexpr,
     BT: tl.constexpr,
     K: tl.constexpr,
+    CARRIES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     i_s, i_l = tl.program_id(0), tl.program_id(1)
@@ -78,15 +88,25 @@ def _tally_kernel(
         if K > 0:
             o_k = (i_s * L + i_l) * K + depth - 1
             tl.atomic_add(p_folded + o_k, (T - kept).to(tl.int64), mask=draft, sem="relaxed")
+        if CARRIES:
+            p_main = p_main_qkv if i_k == 0 else p_main_ffn
+            folded = tl.sum(tl.where((kind == _DENOISE) & (o_b == 0), T - kept, 0), axis=0)
+            tl.atomic_add(p_main + i_s * L + i_l, folded.to(tl.int64), sem="relaxed")
 
 
-def tally_folds_reference(branches: Branches, graph: Graph, keep_LKST: torch.Tensor, counters: Counters) -> None:
+def tally_folds_reference(
+    branches: Branches, graph: Graph, keep_LKST: torch.Tensor, counters: Counters, carries: bool = False
+) -> None:
     """``tally_folds`` in torch."""
     block = keep_LKST.shape[3]
     bit_B = torch.arange(graph.num_branches, device=keep_LKST.device)
     kept_KSLB = ((keep_LKST[..., None] >> bit_B) & 1).sum(-2).permute(1, 2, 0, 3)
     counters.qkv_rows_S.add_(kept_KSLB[0].sum((1, 2)))
     counters.ffn_rows_S.add_(kept_KSLB[1].sum((1, 2)))
+    if carries:
+        main_S1 = branches.kind_SB[:, :1] == DENOISE
+        counters.main_qkv_SL.add_((block - kept_KSLB[0, :, :, 0]) * main_S1)
+        counters.main_ffn_SL.add_((block - kept_KSLB[1, :, :, 0]) * main_S1)
     draft_SB = (branches.kind_SB == DENOISE) & (bit_B > 0)
     folded_KSLB = (block - kept_KSLB) * draft_SB[:, None]
     for depth in range(1, graph.num_depths + 1):

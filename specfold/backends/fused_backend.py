@@ -86,7 +86,9 @@ class FusedBackend:
     def close(self, slot: int) -> CounterCopy:
         self.slots.active_S[slot] = False
         del self._first_step[slot], self._drawing[slot]
-        return CounterCopy(self.fused_step.counters, slot, bool(len(self._setup.graph)))
+        setup = self._setup
+        carried_block = setup.rules.block_size if setup.config.carries else 0
+        return CounterCopy(self.fused_step.counters, slot, bool(len(setup.graph)), carried_block)
 
     def _variant(self) -> tuple[bool, bool]:
         """Whether any open row draws its tokens, and whether any does from a limited set."""

@@ -13,7 +13,9 @@ from specfold.stats import DecodeStats
 class CounterCopy:
     """The counters of one slot as they stand when the work queued so far is done."""
 
-    def __init__(self, counters: Counters, slot: int, has_drafts: bool) -> None:
+    def __init__(self, counters: Counters, slot: int, has_drafts: bool, carried_block: int = 0) -> None:
+        """``carried_block``: the block's size where steps inherit from one another, else 0."""
+        self._carried_block = carried_block
         self._names = [f.name for f in fields(counters)]
         parts = [getattr(counters, name)[slot] for name in self._names]
         self._shapes = [part.shape for part in parts]
@@ -50,4 +52,7 @@ class CounterCopy:
             draft_rows=c["draft_rows"],
             folded_qkv=c["folded_qkv"] if self._has_drafts else [],
             folded_ffn=c["folded_ffn"] if self._has_drafts else [],
+            main_rows=c["denoise"] * self._carried_block,
+            main_folded_qkv=c["main_qkv"] if self._carried_block else [],
+            main_folded_ffn=c["main_ffn"] if self._carried_block else [],
         )

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import torch
 
-from kernels.fused.control import Commit, Counters, Graph, Result, Rules, Slots
+from kernels.fused.control import Carry, Commit, Counters, Graph, Result, Rules, Slots
 from kernels.fused.head_scratch import HeadScratch
 from kernels.fused.layout import Branches, HeadRows, Predictions, Sampling
 from specfold.backends.base import RunSetup
@@ -19,7 +19,7 @@ from specfold.backends.operations import Operations
 from specfold.backends.replay import Replay
 from specfold.drafts import DraftGraph
 from specfold.families.base import MaskKind
-from specfold.forward import Folding
+from specfold.folding import Folding
 from specfold.pages import PagePool
 from specfold.slots import SlotState
 
@@ -33,7 +33,8 @@ class FusedStep:
         self._ops, self._setup, self._pool = ops, setup, pool
         self._state = slots
         self.shape = step_shape(setup)
-        self.forward = FusedForward(ops, model, pool, self.shape)
+        self.folding = Folding.of(config)
+        self.forward = FusedForward(ops, model, pool, self.shape, self.folding)
         self.forward.reserve_positions(num_positions)
         self.graph = graph_tensors(setup.graph, device, config.draft_budget)
         self.slots = _share(slots)
@@ -50,7 +51,9 @@ class FusedStep:
         self.result = Result.empty(num_slots, block, device)
         self._commit = Commit.empty(num_slots, device)
         self.counters = Counters.empty(num_slots, num_branches, model.spec.num_layers, self.graph.num_depths, device)
-        self.folding = Folding(config.fold_delta, config.ffn_gate)
+        self.carry: Carry | None = None
+        if self.folding.carries:
+            self.carry = Carry.empty(slots.steps_S, block, config.refresh_every, config.use_block_cache)
         self._mask_unit = mask_unit(rules.final_mask, block, block)
         self._replays: dict[tuple[bool, bool], Replay] = {}
 
@@ -106,6 +109,8 @@ class FusedStep:
 
     def open_block(self, slot: int, seed_1: torch.Tensor | None) -> None:
         """Opens the first block of a row; an ending row shows in the next step's result."""
+        if self.carry is not None:
+            self.carry.clear(slot)
         self._ops.open_block(self.slots, self.rules(False), self.stop_ids, slot, seed_1)
 
     def _launch(self, sampled: bool, limited: bool, scratch: HeadScratch) -> None:
@@ -115,7 +120,9 @@ class FusedStep:
         head.count_1.zero_()
         control = (self.slots, self.graph, rules, self.stop_ids, branches)
         ops.build_branches(*control, head, predictions)
-        stream, addend = self.forward.run(branches, self._state.page_table_SP, self.folding, self._mask_unit)
+        stream, addend = self.forward.run(
+            branches, self._state.page_table_SP, self.folding, self._mask_unit, carry=self.carry
+        )
         ops.head_norm(stream, addend, branches, head, model.norm_E, model.spec.rms_eps, self._final_hidden_DE)
         ops.head_rows(
             self._final_hidden_DE,
@@ -130,10 +137,13 @@ class FusedStep:
             scratch,
             predictions,
         )
-        ops.accept(*control, predictions, self.result, self._commit, self.counters)
+        ops.accept(*control, predictions, self.result, self._commit, self.counters, self.carry)
         commit = self._commit
         self.forward.commit(commit.branch_S, commit.length_S, commit.start_S, self._state.page_table_SP)
-        ops.tally_folds(branches, self.graph, self.forward.maps.keep_LKST, self.counters)
+        carries = self.carry is not None
+        ops.tally_folds(branches, self.graph, self.forward.maps.keep_LKST, self.counters, carries)
+        if self.carry is not None:
+            self.forward.store(branches, self.carry.branch_S)
 
     @staticmethod
     def num_bytes(setup: RunSetup) -> int:
@@ -142,7 +152,7 @@ class FusedStep:
         rows, vocab = head_capacity(setup), model.head_VE.shape[0]
         # Scratch of the head for each kind of rows, at most three.
         head = rows * model.spec.hidden_size * model.dtype.itemsize + 3 * min(rows * vocab * 4, 1 << 30)
-        return forward_bytes(model.spec, model.dtype, shape) + head
+        return forward_bytes(model.spec, model.dtype, shape, Folding.of(setup.config)) + head
 
 
 def step_shape(setup: RunSetup) -> ForwardShape:

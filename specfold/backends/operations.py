@@ -26,6 +26,8 @@ class Operations:
     accept: Operation
     commit_kv: Operation
     tally_folds: Operation
+    store_accepted: Operation
+    store_keys: Operation
     open_block: Operation
 
 
@@ -42,6 +44,8 @@ _MODULES = {
     "accept": "acceptance",
     "commit_kv": "cache",
     "tally_folds": "tally",
+    "store_accepted": "storing",
+    "store_keys": "cache",
     "open_block": "opening",
 }
 

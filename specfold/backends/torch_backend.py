@@ -8,13 +8,14 @@ import torch
 
 from specfold.backends.base import RowReport, RowStart, RunSetup, fill_slot
 from specfold.branches import GraphTensors
-from specfold.forward import Folding
+from specfold.folding import Folding
 from specfold.pages import PagePool
 from specfold.predict import seed_token
 from specfold.prefill import Prefill, prefill_chunk
 from specfold.slots import Ending, SlotState
 from specfold.stats import DecodeStats
 from specfold.step import StepContext, open_block, opening_ending, step
+from specfold.stored import StoredBranch
 from specfold.tally import Tally
 
 
@@ -37,20 +38,26 @@ class TorchBackend:
         watch = setup.watch
         self.pool = PagePool(model.spec, device, model.dtype)
         self.slots = SlotState.empty(setup.batch_size, setup.rules.block_size, setup.num_top, 1, 1, device)
+        folding, block = Folding.of(config), setup.rules.block_size
+        stored = None
+        if folding.carries:
+            stored = StoredBranch(model.spec, setup.batch_size, block, folding, model.dtype, device)
         self._context = StepContext(
             model=model,
             family=setup.family,
             rules=setup.rules,
             pool=self.pool,
             graph=GraphTensors.build(setup.graph, device, watch.num_ranks if watch else 0, config.draft_budget),
-            folding=Folding(config.fold_delta, config.ffn_gate),
+            folding=folding,
             mask_id=setup.mask_id,
             stop_ids=torch.tensor(setup.stop_ids, dtype=torch.long, device=device),
             num_top=max(setup.num_top, 1),
             end_think_id=config.end_think_token_id,
+            stored=stored,
             watch=watch,
         )
-        self._tally = Tally(setup.batch_size, model.spec.num_layers, setup.rules.block_size, self._context.graph)
+        num_layers, graph = model.spec.num_layers, self._context.graph
+        self._tally = Tally(setup.batch_size, num_layers, block, graph, folding.carries)
         self._num_output = [0] * setup.batch_size
 
     @torch.inference_mode()

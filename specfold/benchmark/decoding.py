@@ -54,6 +54,7 @@ class Measurement:
             "recomputed_ffn_rows_per_token": round(stats.recomputed_ffn_rows / tokens, 2) if tokens else None,
             "acceptance_by_depth": [round(a, 4) for a in stats.acceptance_by_depth],
             "fold_rate": stats.fold_rate,
+            "time_fold_rate": stats.time_fold_rate,
             "agreement": self.agreement,
             "accuracy": self.accuracy,
         }

@@ -74,6 +74,18 @@ def plot_delta(records: Records, path: Path, timed: bool = True) -> None:
     _sweep(records, path, "delta", names, ("ffn_gate",))
 
 
+def plot_time(records: Records, path: Path, timed: bool = True) -> None:
+    """Quality, folding and cost over delta_time, for both FFN gates, alone and with drafts; the rest as lines."""
+    names = [
+        ("agreement", "rows like vanilla's"), ("accuracy", "accuracy"), ("time_fold_rate", "folded in time"),
+        ("qkv_rows_per_token", "QKV rows a token"), ("ffn_rows_per_token", "FFN rows a token"),
+        ("speed", "speed over vanilla"),
+    ]  # fmt: skip
+    names = names if timed else names[:-1]
+    names = [(name, title) for name, title in names if records[0][name] is not None or name == "time_fold_rate"]
+    _sweep(records, path, "delta_time", names, ("mode", "ffn_gate"))
+
+
 def plot_drafts(records: Records, path: Path, timed: bool = True) -> None:
     """What each number of drafts brings and costs, as a graph of that size and pruned from the largest."""
     names = [
@@ -84,9 +96,10 @@ def plot_drafts(records: Records, path: Path, timed: bool = True) -> None:
 
 
 def _sweep(records: Records, path: Path, over: str, names: list[tuple[str, str]], by: tuple[str, ...]) -> None:
+    """``records``: vanilla first; what has no value of ``over`` is drawn as a line."""
     figure = _figure(3.1 * len(names), 3)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
-    swept = [r for r in records if r[over] is not None and r["mode"] != "vanilla"]
+    swept = [r for r in records[1:] if r[over] is not None]
     groups = sorted({tuple(str(r[key]) for key in by) for r in swept})
     for panel, (name, title) in zip(panels, names, strict=True):
         for n, group in enumerate(groups):
@@ -95,7 +108,7 @@ def _sweep(records: Records, path: Path, over: str, names: list[tuple[str, str]]
             panel.plot([r[over] for r in line], [r[name] for r in line], marker="o", ms=3, color=f"C{n}", label=label)
         for r in records:
             if r not in swept and r[name] is not None:
-                style = ":" if r["mode"] == "vanilla" else "--"
+                style = {"vanilla": ":", "sub-block cache": "-."}.get(r["mode"], "--")
                 panel.axhline(r[name], color="grey", linestyle=style, linewidth=0.9, label=r["mode"])
         panel.set_title(title, fontsize=9)
         panel.set_xlabel(over, fontsize=8)

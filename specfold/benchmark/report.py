@@ -108,12 +108,15 @@ def plot_steps(report: dict[str, Any], path: Path) -> None:
 def _plot_panel(panel: Any, records: list[dict[str, Any]]) -> None:
     from matplotlib.ticker import MultipleLocator
 
-    plain = [r for r in records if not r["drafts"]]
+    plain = [r for r in records if not r["drafts"] and r.get("time_share") is None]
     for label, marker, chosen in (
         ("dense", "o", [r for r in records if r["drafts"] and r["fold_share"] is None]),
-        ("folded", "s", [r for r in records if r["fold_share"] is not None]),
+        ("folded", "s", [r for r in records if r["fold_share"] is not None and r.get("time_share") is None]),
+        ("folded in time, too", "^", [r for r in records if r.get("time_share") is not None]),
     ):
-        line = sorted(plain + chosen, key=lambda r: r["drafts"])
+        if not chosen and marker == "^":
+            continue
+        line = sorted((plain if marker != "^" else []) + chosen, key=lambda r: r["drafts"])
         panel.plot([r["drafts"] for r in line], [r["step_ms"] for r in line], marker=marker, label=label)
     if records:
         panel.axhline(records[0]["floor_ms"], linestyle="--", color="grey", label="weights read once")

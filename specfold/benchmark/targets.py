@@ -68,7 +68,7 @@ def _records(report: dict[str, Any], kind: str) -> Records:
 
 def _step(records: Records, batch: int, drafts: int, folded: bool) -> float | None:
     def wanted(record: dict[str, Any]) -> bool:
-        same = record["batch_size"] == batch and record["drafts"] == drafts
+        same = record["batch_size"] == batch and record["drafts"] == drafts and record.get("time_share") is None
         return same and (record["fold_share"] is not None) == folded
 
     return _only(record["step_ms"] for record in records if wanted(record))

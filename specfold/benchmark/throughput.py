@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specfold.backends.fused_step import FusedStep
+from specfold.benchmark.forward_cost import forced_folding
 from specfold.config import DecodeConfig
 from specfold.engine import Engine
 from specfold.request import Request
@@ -28,6 +29,11 @@ class Throughput:
     mode: str
     batch_size: int
     drafts: int
+    fold_rate: float | None
+    time_fold_rate: float | None
+    """Share of main positions that inherited from the step before."""
+    rows_per_token: float
+    """QKV rows computed for one output token, mean over layers."""
     rows: int
     tokens_per_s: float
     tokens_per_forward: float
@@ -46,15 +52,24 @@ class Throughput:
 
 
 def measure_throughput(
-    engine: Engine, config: DecodeConfig, batch_size: int, rounds: int, prompt_len: int
+    engine: Engine,
+    config: DecodeConfig,
+    batch_size: int,
+    rounds: int,
+    prompt_len: int,
+    forced: tuple[float | None, float | None] = (None, None),
+    name: str = "",
 ) -> Throughput:
-    """Decodes ``rounds`` batches of random prompts of one length, and one more before the clock starts."""
+    """Decodes ``rounds`` batches of random prompts of one length, and one more before the clock starts.
+
+    ``forced``: shares of draft and of main positions that are made to fold, whatever random weights say.
+    """
     generator = torch.Generator().manual_seed(3)
     num_rows = batch_size * (rounds + 1)
     prompts = torch.randint(0, engine.vocab_size - 4, (num_rows, prompt_len), generator=generator).tolist()
     requests = (Request(prompt, row_id=i) for i, prompt in enumerate(prompts))
     stats, tokens, counted, start = DecodeStats(), 0, 0, 0.0
-    with timed_steps(engine.device) as events:
+    with timed_steps(engine.device) as events, forced_folding(*forced):
         for number, completion in enumerate(engine.stream(requests, config, batch_size), 1):
             if number > batch_size:
                 stats.add(completion.stats)
@@ -68,9 +83,12 @@ def measure_throughput(
     step_ms, idle_us = mean_step(events)
     per_forward = tokens / stats.num_forwards
     return Throughput(
-        mode=config.mode,
+        mode=name or config.mode,
         batch_size=batch_size,
         drafts=config.num_drafts,
+        fold_rate=stats.fold_rate,
+        time_fold_rate=stats.time_fold_rate,
+        rows_per_token=stats.recomputed_qkv_rows / engine.info.spec.num_layers / tokens,
         rows=counted,
         tokens_per_s=tokens / seconds,
         tokens_per_forward=per_forward,

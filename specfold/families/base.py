@@ -55,6 +55,8 @@ class Family:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     extra_modes: ClassVar[tuple[str, ...]] = ()
+    has_sub_blocks: ClassVar[bool] = False
+    """Blocks are denoised part by part, and the parts can be cached."""
 
     def parse_config(self, config: dict[str, Any]) -> ModelSpec:
         """Dimensions from config.json. Raises ModelError for a missing or unsupported entry."""
@@ -73,7 +75,9 @@ class Family:
         raise NotImplementedError
 
     def check_mode(self, config: DecodeConfig) -> None:
-        """Raises ConfigError if the family has no such mode."""
+        """Raises ConfigError if the family has no such mode, or no sub-blocks to cache."""
+        if config.use_block_cache and not self.has_sub_blocks:
+            raise ConfigError(f"use_block_cache exists for Fast-dLLM-v2 only, this model is {self.name}.")
         if config.mode in ("ar", "linear_spec") and config.mode not in self.extra_modes:
             raise ConfigError(f"mode {config.mode} exists for Nemotron-Labs-Diffusion only, this model is {self.name}.")
 

@@ -17,6 +17,7 @@ class FastDllmV2(Family):
     name = "fast_dllm_v2"
     model_type = "Fast_dLLM_Qwen"
     architecture = "Fast_dLLM_QwenForCausalLM"
+    has_sub_blocks = True
 
     def parse_config(self, config: dict[str, Any]) -> ModelSpec:
         rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -50,6 +50,7 @@ class NemotronLabsDiffusion(Family):
         return config.get("mask_token_id")
 
     def rules(self, spec: ModelSpec, config: DecodeConfig) -> BlockRules:
+        self.check_mode(config)
         causal = config.causal_context
         if config.mode in self.extra_modes and not causal:
             raise ConfigError(f"mode {config.mode} needs causal_context.")

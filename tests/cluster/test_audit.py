@@ -108,6 +108,10 @@ def test_the_audit_is_told_in_one_line(folder: JobFolder) -> None:
     )
     repeated = Audit(folder.config("in.jsonl", audit=80, mode="vanilla"), {0: 60})
     assert describe_audit(repeated.to_dict()) == "Audit: 0 of 0 rows repeated are identical."
+    # A vanilla run that folds in time is not repeated by an audit but held against plain decoding.
+    folded = Audit(folder.config("in.jsonl", audit=80, mode="vanilla", delta_time=0.1), {0: 60}).to_dict()
+    assert (folded["run_mode"], folded["audit_mode"]) == ("vanilla with delta-time 0.1", "vanilla")
+    assert describe_audit(folded) == "Audit: 0 of 0 rows decoded with --mode vanilla are identical."
 
 
 def test_the_workers_of_the_run_go_on_with_the_audit() -> None:

@@ -31,6 +31,29 @@ def test_engine_settings_and_defaults_are_the_engines() -> None:
         ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1, not 0."),
         ({"temperature": -1}, "--temperature must be between 0 and 100, not -1."),
         ({"max_thinking_tokens": 5}, "--max-thinking-tokens and --end-think-token-id must be given together."),
+        ({"delta_time": 11.0}, "--delta-time must be a number up to 10 or left out, not 11.0."),
+        ({"delta_time": float("nan")}, "--delta-time must be a number up to 10 or left out, not nan."),
+        (
+            {"refresh_every": 4},
+            "--refresh-every needs --delta-time: without folding in time every step computes everything.",
+        ),
+        (
+            {"refresh_every": -1, "delta_time": 0.1},
+            "--refresh-every must be 0 (never) or more, not -1.",
+        ),
+        (
+            {"mode": "ar", "delta_time": 0.1},
+            "--delta-time goes with modes vanilla, spiffy and specfold: mode ar does not denoise step by step.",
+        ),
+        ({"use_block_cache": True}, "--use-block-cache takes no drafts: give mode vanilla."),
+        (
+            {"mode": "linear_spec", "use_block_cache": True},
+            "--use-block-cache needs mode vanilla; mode linear_spec has no sub-blocks.",
+        ),
+        (
+            {"mode": "vanilla", "use_block_cache": True, "delta_time": 0.1},
+            "--use-block-cache and --delta-time are two ways to save work; give one of them.",
+        ),
         ({"carry": " "}, "--carry is all, none or column names such as a,b; it must not be empty."),
         ({"system_prompt": "a\udcff"}, "--system-prompt is not UTF-8 text."),
         (
@@ -62,7 +85,7 @@ def test_identity_names_what_can_change_a_token_and_nothing_else() -> None:
     base = JobConfig()
     changes = {
         "seed": 1, "mode": "vanilla", "delta": 0.2, "dtype": "float32", "backend": "torch", "num_samples": 2,
-        "shard_rows": 10, "carry": "none", "system_prompt": "s", "stop": ("x",), "mask_token_id": 5,
+        "delta_time": 0.1, "shard_rows": 10, "carry": "none", "system_prompt": "s", "stop": ("x",), "mask_token_id": 5,
     }  # fmt: skip
     for name, value in changes.items():
         changed = replace(base, **{name: value}).identity()  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ from cluster.input.schema import carried_schema
 from cluster.input.source import open_input
 from cluster.messages import ShardRecord, WorkerState
 from cluster.models import resolve_model
-from cluster.output.summary import Tally, summary_table
+from cluster.output.summary import Tally
+from cluster.output.summary_table import summary_table
 from specfold import DecodeStats
 from tests.cluster.jobs import JobFolder
 
@@ -24,7 +25,7 @@ from tests.cluster.jobs import JobFolder
 def snapshot(**changes: Any) -> Snapshot:
     values = {
         "rows": 50, "total_rows": 200, "rows_failed": 2, "output_tokens": 3000, "drafts_proposed": 100,
-        "drafts_accepted": 61, "workers_up": 3, "workers": 4,
+        "drafts_accepted": 61, "recomputed_rows": 297_600, "workers_up": 3, "workers": 4,
     }  # fmt: skip
     return Snapshot(**(values | changes))
 
@@ -35,7 +36,9 @@ def test_a_line_tells_rows_speed_acceptance_failures_workers_and_time_left() -> 
     pace.add(snapshot(rows=0, output_tokens=0))
     pace.add(snapshot())
     line = describe(snapshot(), pace)
-    assert line == "50/200 rows (25%), 300 tokens/s, acceptance 61%, 2 failed, 3 of 4 workers up, 30s left"
+    assert line == (
+        "50/200 rows (25%), 300 tokens/s, acceptance 61%, 99 computed/token, 2 failed, 3 of 4 workers up, 30s left"
+    )
     assert describe(snapshot(total_rows=None), pace).startswith("50 rows, 300 tokens/s")
 
 
@@ -90,7 +93,8 @@ def record(index: int, worker: str, tokens: int, seconds: float, failed: int = 0
     stats = DecodeStats(
         output_tokens=tokens, denoise_forwards=tokens // 4, drafts_proposed=100, drafts_accepted=60,
         proposed_by_depth=[60, 40], accepted_by_depth=[45, 15], draft_rows=[10], folded_qkv=[[8], [4]],
-        folded_ffn=[[6], [2]],
+        folded_ffn=[[6], [2]], recomputed_qkv_rows=97 * tokens, main_rows=200, main_folded_qkv=[100, 80],
+        main_folded_ffn=[60, 40],
     )  # fmt: skip
     return ShardRecord(
         index, index * 10, 10, 1, "digest", "id", failed={"too_long": failed} if failed else {},
@@ -116,6 +120,13 @@ def test_the_summary_adds_up_and_keeps_sessions_apart() -> None:
     assert values["acceptance_by_depth"] == [0.75, 0.375]
     assert values["fold_rate_by_layer"] == [0.7, 0.3]
     assert values["fold_rate"] == 0.5
+    assert values["time_fold_rate"] == 0.35
+    assert values["recomputed_rows_per_token"] == values["workers"]["worker-1"]["recomputed_rows_per_token"] == 97.0
+    # 250 forwards, 600 main and 30 draft positions; by layer, then main branch and depth of the draft.
+    assert values["recomputed_rows_per_forward"] == {
+        "qkv": [[1.2, 0.024], [1.44, 0.072]],
+        "ffn": [[1.68, 0.048], [1.92, 0.096]],
+    }
     assert values["workers"]["worker-1"]["idle_seconds"] == 3.0
     assert values["session"] == {"rows": 20, "output_tokens": 600, "seconds": 10.0, "workers": 2}
     first = values["workers"]["worker-0"]  # of all sessions
@@ -128,7 +139,15 @@ def test_the_summary_adds_up_and_keeps_sessions_apart() -> None:
     narrow = io.StringIO()
     Console(file=narrow, width=50).print(summary_table(values))
     assert "…" not in narrow.getvalue()
-    for text in ("30 (29 stop, 0 length, 1 error)", "1 (1 too_long)", "75.0%, 37.5%", "50.0%", "4.00"):
+    for text in (
+        "30 (29 stop, 0 length, 1 error)",
+        "1 (1 too_long)",
+        "75.0%, 37.5%",
+        "50.0%",
+        "4.00",
+        "35.0%",
+        "97.00",
+    ):
         assert text in shown.getvalue()
 
 

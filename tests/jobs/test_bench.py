@@ -19,7 +19,9 @@ def run_bench(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_last_line_is_json_with_all_modes() -> None:
-    done = run_bench("--size", "model", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "96")
+    done = run_bench(
+        "--size", "model", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "96", "--delta-time", "0.1"
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     (part,) = report["parts"]
@@ -29,6 +31,11 @@ def test_the_last_line_is_json_with_all_modes() -> None:
     assert rows["spiffy"]["forwards"] < rows["vanilla"]["forwards"]
     assert rows["specfold 0.1"]["recomputed_qkv_rows_per_token"] < rows["spiffy"]["recomputed_qkv_rows_per_token"]
     assert 0 < rows["specfold 0.1"]["fold_rate"] < 1
+    computed = [
+        rows[name]["recomputed_qkv_rows_per_token"] for name in ("delta_time 0.1", "sub-block cache", "vanilla")
+    ]
+    assert computed == sorted(computed)
+    assert 0 < rows["specfold 0.1, delta_time 0.1"]["time_fold_rate"] < 1
 
 
 def test_a_wrong_model_is_one_sentence() -> None:

@@ -65,7 +65,7 @@ class Folder:
         task = ["--tasks", str(self.root / "sums.yaml"), "--task-data", str(self.root), "--output", str(self.output)]
         # One row a part and two at a time: parts appear one after the other, so that there is a middle to be killed in.
         slowly = ["--shard-rows", "1", "--workers", "1", "--batch-size", "2"]
-        return [*task, "--compare", "vanilla,specfold:0.1", *slowly]
+        return [*task, "--compare", "vanilla,specfold:0.1,vanilla@0.1,vanilla+cache", *slowly]
 
     def parts(self, variant: str) -> list[Path]:
         return sorted((self.output / "sums" / variant / "data").glob("train-*.parquet"))
@@ -157,10 +157,16 @@ def test_the_table_says_whether_it_is_free(folder: Folder, printed: str) -> None
     }  # fmt: skip
     assert against["outputs"]["agreement"] == 1.0
     costs = folder.results()["costs"]
-    for variant, name in (("vanilla", "sums:vanilla"), ("specfold-0.1", "sums:specfold:0.1")):
+    variants = {"vanilla": "vanilla", "specfold:0.1": "specfold-0.1", "vanilla@0.1": "vanilla-time0.1"}
+    variants["vanilla+cache"] = "vanilla-cache"
+    for name, variant in ((f"sums:{label}", folder_name) for label, folder_name in variants.items()):
         assert costs[name]["forwards"] == sum(row["num_forwards"] for row in folder.rows(variant))
         assert costs[name]["tokens_per_second"] > 0
     assert costs["sums:specfold:0.1"]["forwards"] < 0.6 * costs["sums:vanilla"]["forwards"]
+    rows = {label: costs[f"sums:{label}"]["recomputed_rows_per_token"] for label in variants}
+    assert rows["vanilla@0.1"] < rows["vanilla+cache"] < 0.8 * rows["vanilla"]
+    assert costs["sums:vanilla@0.1"]["time_fold_rate"] > 0.5
+    assert costs["sums:vanilla"]["time_fold_rate"] is None
     assert (folder.output / "comparison.png").read_bytes().startswith(b"\x89PNG")
     page = (folder.output / "comparison.md").read_text()
     assert "| specfold:0.1 | 87.5% (" in page

@@ -54,9 +54,20 @@ def test_a_mistake_is_one_line(
 def test_profile_writes_tables_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "profile"
     args = ["--save", str(out), "--rows", "2", "--drafts", "2", "--draft-counts", "1", "--draft-counts", "2"]
-    args += ["--deltas", "0", "--deltas", "0.3", "--max-new-tokens", "16", "--answer-column", "answer"]
+    args += [
+        "--deltas",
+        "0",
+        "--deltas",
+        "0.3",
+        "--delta-times",
+        "0.1",
+        "--max-new-tokens",
+        "16",
+        "--answer-column",
+        "answer",
+    ]
     assert profile.main(args) == 0
-    for name in ("residuals", "ripple", "delta", "drafts"):
+    for name in ("residuals", "ripple", "delta", "delta_time", "drafts"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     shares = pq.read_table(out / "residuals.parquet").to_pylist()
     first = {(r["depth"], r["threshold"]): r["share"] for r in shares if r["layer"] == 0 and r["stage"] == "entry"}
@@ -71,6 +82,16 @@ def test_profile_writes_tables_and_plots(tmp_path: Path, capsys: pytest.CaptureF
     at = {(r["mode"], r["ffn_gate"], r["delta"]): r for r in delta}
     assert at["specfold", "own", 0.0]["agreement"] == at["spiffy", None, None]["agreement"] == 1.0
     assert at["specfold", "own", 0.3]["fold_rate"] > at["specfold", "own", 0.0]["fold_rate"] > 0
+    time = {(r["mode"], r["ffn_gate"]): r for r in pq.read_table(out / "delta_time.parquet").to_pylist()}
+    assert set(time) == {
+        ("vanilla", None), ("specfold", None), ("sub-block cache", None),
+        *((mode, gate) for mode in ("vanilla", "specfold") for gate in ("own", "entry")),
+    }  # fmt: skip
+    alone, plain = time["vanilla", "own"], time["vanilla", None]
+    assert alone["forwards"] == pytest.approx(plain["forwards"], rel=0.1)
+    assert 0.4 < alone["time_fold_rate"] < 1
+    assert alone["qkv_rows_per_token"] < 0.6 * plain["qkv_rows_per_token"]
+    assert time["specfold", "own"]["qkv_rows_per_token"] < time["specfold", None]["qkv_rows_per_token"]
     drafts = pq.read_table(out / "drafts.parquet").to_pylist()
     pruned = next(r for r in drafts if r["mode"] == "spiffy" and r["pruned_from"] == 2)
     assert pruned["drafts"] == 1

@@ -18,7 +18,8 @@ WIDTH = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads and branches; ``folded`` is the share of the drafts' positions that inherit."""
+    """Heads and branches; ``folded`` is the share of the drafts' positions that inherit, ``in_time`` that of the main
+    branches' which are served by stored rows."""
 
     num_heads: int = 4
     num_kv: int = 2
@@ -26,6 +27,7 @@ class Shape:
     num_branches: int = 3
     block: int = 8
     folded: float = 0.5
+    in_time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class Inputs:
         return state
 
     def output(self) -> torch.Tensor:
-        num_rows, num_heads, head_dim = self.q_RHD.shape
-        return poisoned(num_rows, num_heads * head_dim, dtype=self.q_RHD.dtype)
+        num_heads, head_dim = self.q_RHD.shape[1:]
+        num_positions = len(self.branches.slot_A) * self.branches.tokens_SBT.shape[2]
+        return poisoned(num_positions, num_heads * head_dim, dtype=self.q_RHD.dtype)
 
     def prefix_arguments(self) -> tuple[object, ...]:
         pages = self.k_PWGD, self.v_PWGD, self.page_table_SP
@@ -98,7 +101,7 @@ def make_inputs(prefix_lens: list[int], shape: Shape, dtype: torch.dtype, seed: 
     slot_A, branch_A, index_SB = _list(kind_SB, random)
     folds = torch.rand((num_slots, num_branches, block), generator=random) < shape.folded
     kept_SBT = (~folds | (kind_SB == FINAL)[..., None]) & (kind_SB != VOID)[..., None]
-    kept_SBT[:, 0] = True
+    kept_SBT[:, 0] = torch.rand((num_slots, block), generator=random) >= shape.in_time
     rows, row_SBT = _rows(kept_SBT, index_SB, random)
 
     source = []
@@ -106,7 +109,7 @@ def make_inputs(prefix_lens: list[int], shape: Shape, dtype: torch.dtype, seed: 
         sources = []
         for t in range(block):
             branch = b
-            while not kept_SBT[s, branch, t]:
+            while branch and not kept_SBT[s, branch, t]:
                 branch = parents[branch]
             sources.append(int(row_SBT[s, branch, t]))
         source.append(sources)
@@ -128,7 +131,8 @@ def make_inputs(prefix_lens: list[int], shape: Shape, dtype: torch.dtype, seed: 
         parent_B=torch.tensor(parents, dtype=torch.int32, device=DEVICE),
         ancestors_B=torch.tensor(ancestors, device=DEVICE),
     )
-    room = num_slots * num_branches * block
+    # Stored rows, where there are any, stand behind the room of the others.
+    room = num_slots * (num_branches + (shape.in_time > 0)) * block
     pages_each = -(-max(prefix_lens) // WIDTH) + 1
     used = torch.tensor([-(-length // WIDTH) for length in prefix_lens])
     table_SP = torch.randperm(num_slots * pages_each, generator=random).view(num_slots, pages_each)
@@ -162,10 +166,12 @@ def _list(kind_SB: torch.Tensor, random: torch.Generator) -> tuple[list[int], li
 
 
 def _rows(kept_SBT: torch.Tensor, index_SB: torch.Tensor, random: torch.Generator) -> tuple[RowMap, torch.Tensor]:
-    """Kept positions on shuffled rows."""
+    """Kept positions on shuffled rows; what is left of the main branches on their stored ones."""
     num_slots, num_branches, block = kept_SBT.shape
     room = num_slots * num_branches * block
     row_SBT = torch.full(kept_SBT.shape, GARBAGE, dtype=torch.int32)
+    stored_ST = (room + torch.arange(num_slots * block)).int().view(num_slots, block)
+    row_SBT[:, 0] = torch.where(kept_SBT[:, 0], GARBAGE, stored_ST)
     position_R = torch.full((room,), GARBAGE, dtype=torch.int32)
     slot_rows_SX = torch.full((num_slots, num_branches * block), GARBAGE, dtype=torch.int32)
     count_S = torch.zeros(num_slots, dtype=torch.int32)

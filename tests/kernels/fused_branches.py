@@ -71,15 +71,17 @@ def positions(branches: Branches) -> list[tuple[int, int, int, int]]:
     return [(a * block + t, slot[a], branch[a], t) for a in range(count) for t in range(block)]
 
 
-def random_map(branches: Branches, share_folded: float) -> RowMap:
-    """A map that folds a share of the drafts' positions; rows in random order."""
+def random_map(branches: Branches, share_folded: float, share_in_time: float = 0.0) -> RowMap:
+    """A map that folds a share of the drafts' positions, and one of the main branches'; rows in random order."""
     out = empty_map(branches)
     out.row_SBT.fill_(GARBAGE)
-    kept = [
-        at
-        for at in positions(branches)
-        if at[2] == 0 or branches.kind_SB[at[1], at[2]] != DENOISE or torch.rand(()) >= share_folded
-    ]
+    kept = []
+    for p, s, b, t in positions(branches):
+        share = share_folded if b else share_in_time
+        if branches.kind_SB[s, b] != DENOISE or torch.rand(()) >= share:
+            kept.append((p, s, b, t))
+        elif b == 0:
+            out.row_SBT[s, 0, t] = stored_row(branches, s, t)
     rows = torch.randperm(len(kept)).tolist()
     for row, (p, s, b, t) in zip(rows, kept, strict=True):
         out.keep_ST[s, t] |= 1 << b
@@ -109,9 +111,15 @@ def counted(parts_KRN: torch.Tensor) -> Parts:
     return Parts(torch.cat([parts_KRN, unused]), used_1)
 
 
+def stored_row(branches: Branches, slot: int, t: int) -> int:
+    """Row of what is stored of a position."""
+    num_slots, num_branches, block = branches.tokens_SBT.shape
+    return num_slots * num_branches * block + slot * block + t
+
+
 def source_of(rows: RowMap, branches: Branches, slot: int, branch: int, t: int) -> int:
     """Row that serves a position, found by walking up its ancestors."""
-    while not int(rows.keep_ST[slot, t]) >> branch & 1:
+    while branch and not int(rows.keep_ST[slot, t]) >> branch & 1:
         branch = int(branches.parent_B[branch])
     return int(rows.row_SBT[slot, branch, t])
 

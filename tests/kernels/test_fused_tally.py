@@ -23,20 +23,22 @@ def test_folds_are_counted_by_layer_and_depth() -> None:
     branches.kind_SB[0] = VOID
     kept = torch.rand(num_layers, 2, num_slots, num_branches, block, generator=g).to(DEVICE) < 0.4
     kept |= ((branches.kind_SB == FINAL) & (branches.kind_SB != VOID))[..., None]
-    kept[:, :, :, 0] = True
+    kept[:, :, :2, 0] = True
     kept &= (branches.kind_SB != VOID)[..., None]
     keep = (kept.long() << torch.arange(num_branches, device=DEVICE)[:, None]).sum(-2)
     counted = []
     for tally in (tally_folds, tally_folds_reference):
         counters = Counters.empty(num_slots, num_branches, num_layers, graph.num_depths, DEVICE)
         for _ in range(2):
-            tally(branches, graph, keep, counters)
+            tally(branches, graph, keep, counters, carries=True)
         counted.append(counters)
     assert all(torch.equal(getattr(counted[0], f.name), getattr(counted[1], f.name)) for f in fields(Counters))
     for slot in range(num_slots):
         assert int(counted[0].qkv_rows_S[slot]) == 2 * int(kept[:, 0, slot].sum())
         assert int(counted[0].ffn_rows_S[slot]) == 2 * int(kept[:, 1, slot].sum())
         for layer in range(num_layers):
+            in_time = ~kept[layer, 1, slot, 0] & (branches.kind_SB[slot, 0] == DENOISE)
+            assert int(counted[0].main_ffn_SL[slot, layer]) == 2 * int(in_time.sum())
             for depth in range(1, graph.num_depths + 1):
                 drafts = (branches.kind_SB[slot] == DENOISE) & (graph.depth_B == depth)
                 drafts[0] = False

@@ -1,10 +1,11 @@
 """Time whole decoding steps at real shapes on a GPU, kernel by kernel, and the LM head's plans alone.
 
-    python -m tests.kernels.time_step --shapes fast-dllm-v2-1.5b nemotron-8b --cases 1:0 1:8 1:8:0.85 --kernels
+    python -m tests.kernels.time_step --shapes fast-dllm-v2-1.5b nemotron-8b --cases 1:0 1:8:0.85 64:0:0:0.73 --kernels
     python -m tests.kernels.time_step --head --out head.json
 
-A case is slots:drafts[:share of draft positions that fold]. Random weights, one CUDA graph a step. A kernel that starts
-early waits for the one before, so beside its duration stands what it adds: from the end of the one before to its own.
+A case is slots:drafts[:share of draft positions that fold[:share of main positions that fold in time]]. Random weights,
+one CUDA graph a step. A kernel that starts early waits for the one before, so beside its duration stands what it adds:
+from the end of the one before to its own.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ HEAD_ROWS = (
 """Rows, room for rows and kept tokens of the head's launches."""
 
 
-def parse_case(text: str) -> tuple[int, int, float | None]:
-    slots, drafts, *share = text.split(":")
-    return int(slots), int(drafts), float(share[0]) if share else None
+def parse_case(text: str) -> tuple[int, int, float | None, float | None]:
+    slots, drafts, *shares = text.split(":")
+    fold, in_time = (*(float(share) for share in shares), None, None)[:2]
+    return int(slots), int(drafts), fold, in_time
 
 
-LAUNCHES = {"_project_kernel": ("qkv", "o", "gate_up", "down"), "_gate_kernel": ("qkv", "ffn")}
+LAUNCHES = {"_project_kernel": ("qkv", "o", "gate_up", "down"), "gate_kernel": ("qkv", "ffn")}
 """What the launches of a kernel are for, in the order that they have in every layer."""
 
 
@@ -116,8 +118,8 @@ def profile_step(step: FusedStep) -> list[dict[str, Any]]:
 
 
 def time_case(engine: Engine, shape: str, case: str, options: argparse.Namespace) -> dict[str, Any]:
-    slots, drafts, share = parse_case(case)
-    cost = measure_step(engine, slots, drafts, share, options.prompt_len, options.repeats)
+    slots, drafts, share, in_time = parse_case(case)
+    cost = measure_step(engine, slots, drafts, share, options.prompt_len, options.repeats, time_share=in_time)
     record: dict[str, Any] = {"shape": shape, "case": case} | cost.to_dict()
     print(
         f"{shape} {case}: {cost.step_ms:.3f} ms +- {cost.spread_ms:.3f}, weights {cost.floor_ms:.2f}, "
@@ -125,7 +127,8 @@ def time_case(engine: Engine, shape: str, case: str, options: argparse.Namespace
         flush=True,
     )
     if options.kernels:
-        record["kernels"] = profile_step(ready_step(engine, slots, drafts, share, options.prompt_len))
+        step = ready_step(engine, slots, drafts, share, options.prompt_len, time_share=in_time)
+        record["kernels"] = profile_step(step)
         for entry in record["kernels"]:
             print(
                 f"    {entry['kernel'][:40]:40} {entry['launches']:5.0f} x {entry['us']:8.2f} us, "

@@ -15,7 +15,8 @@ from specfold import DecodeConfig, Request
 from specfold.branches import DENOISE, FINAL, BranchList, BranchTable, GraphTensors
 from specfold.decoder import Decoder
 from specfold.drafts import build_graph, default_graph
-from specfold.forward import Folding, ForwardOutput, PrefixView, forward_branches
+from specfold.folding import Folding
+from specfold.forward import ForwardOutput, PrefixView, forward_branches
 from specfold.pages import PagePool
 from tests.specfold.random_models import FAMILY_NAMES, MASK, VOCAB, random_engine
 

@@ -44,6 +44,10 @@ def test_without_compare_there_is_the_mode_of_the_command() -> None:
         ("vanilla,specfold:", "--compare cannot read 'specfold:': a variant is a mode, then "),
         ("vanilla,,spiffy", "--compare cannot read '': a variant is a mode, then "),
         ("specfold:0.1,specfold:0.10", "--compare has specfold:0.1 twice."),
+        ("vanilla,specfold@x", "--compare cannot read 'specfold@x': 'x' is not a number."),
+        ("vanilla,specfold+cache", "--use-block-cache takes no drafts: give mode vanilla."),
+        ("vanilla,vanilla@0.1+cache", "--use-block-cache and --delta-time are two ways to save work; give"),
+        ("vanilla,linear_spec@0.1", "--delta-time goes with modes vanilla, spiffy and specfold: mode linear_spec does"),
         ("vanilla", "--compare takes at least two variants, such as vanilla,specfold:0.1."),
     ],
 )
@@ -54,24 +58,20 @@ def test_a_mistake_is_one_sentence(text: str, sentence: str) -> None:
     assert error.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "sentence"),
-    [
-        (
-            "vanilla,specfold:0.1@0.05",
-            "delta_time",
-            "specfold:0.1@0.05: this version of the engine does not have folding",
-        ),
-        (
-            "vanilla,vanilla+cache",
-            "use_block_cache",
-            "vanilla+cache: this version of the engine does not have the sub-",
-        ),
-    ],
-)
-def test_what_the_engine_does_not_have_is_refused_until_it_has_it(text: str, name: str, sentence: str) -> None:
-    if hasattr(CONFIG, name):
-        assert getattr(parse_variants(text, CONFIG)[1].of(CONFIG), name)
-        return
-    with pytest.raises(UserError, match="^--compare " + sentence.replace("+", r"\+")):
-        parse_variants(text, CONFIG)
+def test_folding_in_time_and_the_sub_block_cache_are_variants() -> None:
+    text = "vanilla,vanilla@0.1,specfold:0.1@0.05,spiffy@0.2,vanilla@-1,vanilla+cache"
+    variants = parse_variants(text, CONFIG)
+    assert [v.label for v in variants] == text.split(",")
+    assert len({v.folder for v in variants}) == len(variants)
+    decoded = [v.of(CONFIG).decode for v in variants]
+    assert [d.delta_time for d in decoded] == [None, 0.1, 0.05, 0.2, -1.0, None]
+    assert [d.use_block_cache for d in decoded] == [False] * 5 + [True]
+
+
+def test_the_commands_own_folding_in_time_stands_in_the_labels() -> None:
+    config = JobConfig(delta_time=0.3, refresh_every=4)
+    variants = parse_variants("vanilla@-1,vanilla,specfold:0.1@0.2", config)
+    assert [v.label for v in variants] == ["vanilla@-1", "vanilla@0.3", "specfold:0.1@0.2"]
+    assert [v.of(config).decode.time_delta for v in variants] == [-1.0, 0.3, 0.2]
+    assert [v.label for v in parse_variants(None, config)] == ["specfold:0.1@0.3"]
+    assert [v.label for v in parse_variants(None, JobConfig(mode="vanilla", use_block_cache=True))] == ["vanilla+cache"]
