@@ -80,7 +80,7 @@ def record_trajectories(
     """
     if config.mode in ("ar", "linear_spec"):
         raise ConfigError(f"mode {config.mode} has no drafts that a graph could order.")
-    plain = replace(config, mode="vanilla", draft_graph=None)
+    plain = replace(config, mode="vanilla", drafts=0, draft_graph=None, draft_budget=None)
     watched = Engine(engine.model, engine.info, engine.tokenizer, "torch")
     recorder = _Recorder(lookahead)
     stats, decoded, problem = DecodeStats(), 0, "there is none"
