@@ -125,6 +125,7 @@ class Job:
 
     def _choose(self, config: JobConfig) -> tuple[JobConfig, dict[str, Any]]:
         """What the run chooses for itself, before anything is written, and how it came about."""
+        self._view.say("Decoding the first rows to choose how to draft.")
         found = choose_by_first_rows(config, self._model, self._source, self._engine_factory, worker_resources(config))
         for line in found.lines:
             self._view.say(line)
