@@ -29,7 +29,7 @@ SAMPLE_ROWS = 64
 """First rows of a run that a choice looks at."""
 _LEAST_ROWS = 16
 """Rows of one trial where fewer decode together."""
-_MOST_TOKENS, _LEAST_TOKENS, _PROBE_TOKENS = 64, 16, 4
+_MOST_TOKENS, _LEAST_TOKENS, _PROBE_TOKENS = 64, 16, 8
 """Of each row: two blocks at most, less where steps are slow; few to see how slow they are."""
 _SHARE = 0.1
 """Of the time, for one trial without drafts."""
@@ -115,7 +115,7 @@ class _Bench:
             )
         if not wave.decoded:
             raise ConfigError(f"no row could be decoded to choose the drafts by: {wave.problem}")
-        step = _typical(wave.steps or wave.others)
+        step = statistics.median(wave.steps or wave.others)  # the first one compiles
         affordable = int(_SHARE * self._seconds / step)
         per_wave = min(max(affordable, _LEAST_TOKENS), _MOST_TOKENS)
         self._num_tokens = per_wave

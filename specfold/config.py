@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Mode = Literal["vanilla", "spiffy", "specfold", "ar", "linear_spec"]
 FfnGate = Literal["own", "entry"]
 DRAFTING: tuple[Mode, ...] = ("spiffy", "specfold")
 """Modes that have drafts."""
 MAX_DRAFTS = 32
-AUTO = "auto"
+AUTO: Final = "auto"
 AUTO_DRAFTS = 8
 """The most drafts that ``auto`` chooses."""
 
