@@ -16,8 +16,21 @@ from urllib.parse import urlsplit, urlunsplit
 from cyclopts import Parameter
 
 from cluster.errors import UserError
-from cluster.flags import DECODING, HIDDEN, INPUT, MODEL, PROMPT, RUNNING, SAMPLING, Int, Text, as_flags, flag
-from specfold.config import ConfigError, DecodeConfig, FfnGate, Mode
+from cluster.flags import (
+    DECODING,
+    HIDDEN,
+    INPUT,
+    MODEL,
+    PROMPT,
+    RUNNING,
+    SAMPLING,
+    Int,
+    IntOrAuto,
+    Text,
+    as_flags,
+    flag,
+)
+from specfold.config import AUTO, DRAFTING, ConfigError, DecodeConfig, FfnGate, Mode
 from specfold.reference_models import NAMES
 
 Backend = Literal["auto", "torch", "triton"]
@@ -98,8 +111,9 @@ class JobConfig:
     """Largest relative change at which a draft position inherits from its parent; below 0 nothing folds."""
     ffn_gate: Annotated[FfnGate, Parameter(group=DECODING)] = _ENGINE.ffn_gate
     """own: test again before the FFN; entry: the paper's single test."""
-    drafts: Annotated[Int, Parameter(group=DECODING)] = _ENGINE.drafts
-    """Draft branches verified beside the main one."""
+    drafts: Annotated[IntOrAuto, Parameter(group=DECODING)] = _ENGINE.drafts
+    """Draft branches verified beside the main one, or auto: as many as short runs of the job's first rows show to be
+    fastest at this batch size, chosen before the first part and kept."""
     draft_graph: Annotated[Text | None, Parameter(group=DECODING)] = None
     """JSON file that replaces the default draft graph (python jobs/calibrate.py writes one), or auto: made from the
     job's own first rows before the first part, and kept in the output folder."""
@@ -162,6 +176,8 @@ class JobConfig:
     """Content of the chat template's file, read once by the command so that workers need no file."""
     draft_graph_text: Annotated[str | None, HIDDEN] = None
     """Content of the draft graph's file, read once by the command; with auto, what the run made for itself."""
+    chosen_drafts: Annotated[Int | None, HIDDEN] = None
+    """With auto, the drafts that the run has chosen; None until then."""
     ray_address: Annotated[str | None, HIDDEN] = None
     """Where the environment says that a Ray cluster is; None: start a local one."""
     submitted: Annotated[bool, HIDDEN] = False
@@ -219,8 +235,10 @@ class JobConfig:
             f"--push-to-hub takes a dataset's name such as owner/name, not {repo!r}.",
         )
         _require(not self.hub_public or repo is not None, "--hub-public has no meaning without --push-to-hub.")
+        drafting = self.mode in DRAFTING
+        _require(self.drafts != AUTO or drafting, "--drafts auto needs drafts: --mode spiffy or specfold.")
         _require(
-            self.draft_graph != AUTO_GRAPH or (self.mode in ("spiffy", "specfold") and self.drafts > 0),
+            self.draft_graph != AUTO_GRAPH or (drafting and self.drafts != 0),
             "--draft-graph auto needs drafts: --mode spiffy or specfold, and --drafts above 0.",
         )
         _require(bool(self.model), "--model must not be empty.")
@@ -231,7 +249,14 @@ class JobConfig:
         """The engine's share of the settings."""
         values = {f.name: getattr(self, f.name) for f in fields(DecodeConfig)}
         file = None if self.draft_graph == AUTO_GRAPH else self.draft_graph
-        return DecodeConfig(**values | {"draft_graph": self.draft_graph_text or file})
+        drafts = self.drafts if self.chosen_drafts is None else self.chosen_drafts
+        return DecodeConfig(**values | {"draft_graph": self.draft_graph_text or file, "drafts": drafts})
+
+    @property
+    def tokens_follow_drafts(self) -> bool:
+        """Whether tokens may depend on which drafts there are: with any folding on."""
+        time = getattr(self, "delta_time", None)
+        return self.decode.fold_delta >= 0 or (time is not None and time >= 0)
 
     def identity(self) -> dict[str, Any]:
         """Settings that can change a token or a column, as JSON values.
@@ -244,7 +269,8 @@ class JobConfig:
             "input_prefix", "shard_rows", "backend", "dtype", "mask_token_id", "stop_token_ids",
             "quarantine",
         }  # fmt: skip
-        if not self.deterministic:
+        # With auto the drafts follow the batch size, and tokens may follow the drafts.
+        if not self.deterministic or (self.drafts == AUTO and self.tokens_follow_drafts):
             names.add("batch_size")
         values = {name: _plain(getattr(self, name)) for name in sorted(names)}
         for name in ("chat_template", "draft_graph"):
@@ -253,6 +279,8 @@ class JobConfig:
                 values[name] = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
         if self.draft_graph == AUTO_GRAPH and self.draft_graph_text is not None:
             values["draft_graph"] = f"{AUTO_GRAPH} {values['draft_graph']}"
+        if self.chosen_drafts is not None:
+            values["drafts"] = f"{AUTO} ({self.chosen_drafts})"
         return values
 
     def to_dict(self) -> dict[str, Any]:

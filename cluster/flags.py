@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
-from specfold.config import DecodeConfig
+from specfold.config import AUTO, DecodeConfig
 
 
 def _whole(hint: Any, tokens: tuple[Token, ...]) -> int:
@@ -17,6 +17,15 @@ def _whole(hint: Any, tokens: tuple[Token, ...]) -> int:
         return int(tokens[0].value)
     except ValueError:
         raise ValueError(f"it must be a whole number, not {tokens[0].value!r}.") from None
+
+
+def _whole_or_auto(hint: Any, tokens: tuple[Token, ...]) -> int | str:
+    """A whole number, or the word that leaves it to the job."""
+    value = tokens[0].value
+    try:
+        return AUTO if value == AUTO else int(value)
+    except ValueError:
+        raise ValueError(f"it must be a whole number or {AUTO}, not {value!r}.") from None
 
 
 def _not_empty(hint: Any, tokens: tuple[Token, ...]) -> str:
@@ -34,6 +43,7 @@ MODEL, INPUT, PROMPT = _group("Model", 1), _group("Input and output", 2), _group
 DECODING, SAMPLING, RUNNING = _group("Decoding", 4), _group("Sampling", 5), _group("Running", 6)
 
 Int = Annotated[int, Parameter(converter=_whole, negative=())]
+IntOrAuto = Annotated[int | Literal["auto"], Parameter(converter=_whole_or_auto, negative=())]
 Text = Annotated[str, Parameter(converter=_not_empty)]
 Flag = Parameter(negative=())
 HIDDEN = Parameter(parse=False, show=False)

@@ -4,13 +4,14 @@
     python jobs/bench.py decode --prompts 16 --delta 0 0.1 0.3 --delta-time 0.1
     python jobs/bench.py step --shape nemotron-8b --batch-size 1 4 --drafts 0 8   # a step at a real checkpoint's shape
     python jobs/bench.py step --shape nemotron-8b --batch-size 64 --drafts 0 --time-fold 0.73   # folded in time
+    python jobs/bench.py auto --size 1.5b --batch-size 1 16                       # --drafts auto beside 0 to 8 drafts
     python jobs/bench.py throughput --shape fast-dllm-v2-1.5b                     # prompt to last token, random weights
     python jobs/bench.py report step-*.json decode.json --plot bench.png          # merge what several calls measured
 
 Each call prints a table and ends with one line of JSON; ``report`` merges files that end with such lines. ``step`` and
-``throughput`` use random weights: their speed is real, their text is not. ``decode`` measures a model that answers: as
-it is (``model``), or the same function at three times the hidden and twice the feed-forward width (``wide``), at the
-shape of Fast-dLLM-v2 1.5B (``1.5b``) or of Nemotron 8B (``8b``), for GPUs.
+``throughput`` use random weights: their speed is real, their text is not. ``decode`` and ``auto`` measure a model that
+answers: as it is (``model``), or the same function at three times the hidden and twice the feed-forward width
+(``wide``), at the shape of Fast-dLLM-v2 1.5B (``1.5b``) or of Nemotron 8B (``8b``), for GPUs.
 Needs torch, triton, safetensors and transformers only (a plot: matplotlib).
 """
 
@@ -33,9 +34,11 @@ import torch  # noqa: E402
 from specfold import ConfigError, DecodeConfig, Engine, ModelError, reference_models  # noqa: E402
 from specfold.backends.memory import free_device_memory  # noqa: E402
 from specfold.backends.select import check_backend  # noqa: E402
-from specfold.benchmark.decoding import compare, read_questions  # noqa: E402
+from specfold.benchmark.decoding import Question, compare, read_questions  # noqa: E402
+from specfold.benchmark.draft_choice import measure_choice  # noqa: E402
 from specfold.benchmark.modes import MODES, mode_configs  # noqa: E402
-from specfold.benchmark.report import make_part, plot_steps, print_tables, read_parts  # noqa: E402
+from specfold.benchmark.plots import plot_report  # noqa: E402
+from specfold.benchmark.report import make_part, print_tables, read_parts  # noqa: E402
 from specfold.benchmark.shapes import OFFICIAL_TOKENS_PER_S, SHAPES, random_engine  # noqa: E402
 from specfold.enlarge import Growth, enlarge  # noqa: E402
 
@@ -53,7 +56,13 @@ SIZES = {
 
 
 def main(argv: list[str]) -> int:
-    commands = {"decode": bench_decode, "step": bench_step, "throughput": bench_throughput, "report": bench_report}
+    commands = {
+        "decode": bench_decode,
+        "auto": bench_auto,
+        "step": bench_step,
+        "throughput": bench_throughput,
+        "report": bench_report,
+    }
     named = bool(argv) and (argv[0] in commands or argv[0] in ("-h", "--help"))
     args = parse_arguments(argv if named else ["decode", *argv])
     try:
@@ -68,10 +77,10 @@ def main(argv: list[str]) -> int:
 
 def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     """Mode against mode on prompts, with a model that answers."""
-    model = args.model or reference_models.path("fast_dllm_v2")
-    engine = Engine.from_pretrained(model, device=args.device, dtype=args.dtype, backend=args.backend)
-    questions = read_questions(engine, args.prompt_file, args.prompts)
-    base = DecodeConfig(mode="vanilla", drafts=args.drafts, max_new_tokens=args.max_new_tokens)
+    engine, questions = _engine_that_answers(args)
+    base = DecodeConfig(
+        mode="vanilla", drafts=args.drafts, draft_graph=args.draft_graph, max_new_tokens=args.max_new_tokens
+    )
     # What the others are held against goes first.
     modes = ["vanilla", *(mode for mode in args.mode if mode != "vanilla")]
     if not engine.info.family.has_sub_blocks:
@@ -84,6 +93,25 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
         fastest = rows[0].seconds
         records += [{"size": size} | row.to_dict() | {"speed": round(fastest / row.seconds, 3)} for row in rows]
     return make_part("decode", args.device, _settings(args), records)
+
+
+def bench_auto(args: argparse.Namespace) -> dict[str, Any]:
+    """Every fixed number of drafts, and the one that a job would choose."""
+    engine, questions = _engine_that_answers(args)
+    config = DecodeConfig(
+        mode=args.mode, delta=args.delta, draft_graph=args.draft_graph, max_new_tokens=args.max_new_tokens
+    )
+    records = []
+    for size in args.size:
+        resized = resize(engine, size)
+        for batch in args.batch_size:
+            found = measure_choice(resized, questions, config, batch, args.drafts, args.repeats, args.choose_seconds)
+            records += [{"size": size} | record for record in found]
+            print(json.dumps(records[-1]), file=sys.stderr, flush=True)
+            _free_memory(args.device)
+        del resized
+        _free_memory(args.device)
+    return make_part("auto", args.device, _settings(args), records)
 
 
 def bench_step(args: argparse.Namespace) -> dict[str, Any]:
@@ -149,7 +177,7 @@ def bench_report(args: argparse.Namespace) -> dict[str, Any]:
     """What several calls measured, in one."""
     report = read_parts(args.parts)
     if args.plot:
-        plot_steps(report, args.plot)
+        plot_report(report, args.plot)
     return report
 
 
@@ -157,28 +185,41 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     gpu = torch.cuda.is_available()
+    answering = ("decode", "auto")
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=summary, description=summary)
         if name != "report":
-            added.add_argument("--device", default="cuda" if gpu and name != "decode" else "cpu")
-            added.add_argument("--dtype", default="bfloat16" if gpu and name != "decode" else "float32")
-            default = "torch" if name == "decode" else "triton"
+            added.add_argument("--device", default="cuda" if gpu and name not in answering else "cpu")
+            added.add_argument("--dtype", default="bfloat16" if gpu and name not in answering else "float32")
+            default = "torch" if name in answering else "triton"
             added.add_argument("--backend", default=default, help=f"torch or triton (default {default})")
         return added
 
+    def add_prompts(command: argparse.ArgumentParser, sizes: list[str]) -> None:
+        command.add_argument("--model", help="model folder or hub id (default: the bundled model)")
+        command.add_argument("--size", nargs="+", choices=list(SIZES), default=sizes)
+        command.add_argument("--prompt-file", type=Path, default=ROOT / "jobs" / "prompts.jsonl")
+        command.add_argument("--prompts", type=positive, default=16, help="number of prompts (default 16)")
+        command.add_argument("--repeats", type=positive, default=3, help="runs of each setting, the median counts (3)")
+        command.add_argument("--draft-graph", help="JSON file of python jobs/calibrate.py (default: the default graph)")
+        command.add_argument("--max-new-tokens", type=positive, default=128)
+
     decode = command("decode", "modes against each other on prompts, with a model that answers")
-    decode.add_argument("--model", help="model folder or hub id (default: the bundled model)")
-    decode.add_argument("--size", nargs="+", choices=list(SIZES), default=["model", "wide"])
-    decode.add_argument("--prompt-file", type=Path, default=ROOT / "jobs" / "prompts.jsonl")
-    decode.add_argument("--prompts", type=positive, default=16, help="number of prompts (default 16)")
+    add_prompts(decode, ["model", "wide"])
     decode.add_argument("--batch-size", type=positive, default=4, help="rows decoded together (default 4)")
-    decode.add_argument("--repeats", type=positive, default=3, help="runs of each mode, the median counts (3)")
     decode.add_argument("--drafts", type=int, default=4)
     decode.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="beside vanilla (default: all)")
     decode.add_argument("--delta", type=float, nargs="+", default=[0.1])
     decode.add_argument("--delta-time", type=float, nargs="+", default=[0.1])
-    decode.add_argument("--max-new-tokens", type=positive, default=128)
+
+    auto = command("auto", "--drafts auto beside every fixed number of drafts")
+    add_prompts(auto, ["model"])
+    auto.add_argument("--batch-size", type=positive, nargs="+", default=[1, 4, 16, 64])
+    auto.add_argument("--mode", default="specfold", choices=["spiffy", "specfold"])
+    auto.add_argument("--drafts", type=int, nargs="+", default=list(range(9)), help="fixed numbers (default 0 to 8)")
+    auto.add_argument("--delta", type=float, default=0.1)
+    auto.add_argument("--choose-seconds", type=float, default=60.0, help="time to choose in (default 60, as in a job)")
 
     step = command("step", "one step at the shapes of real checkpoints, dense and folded")
     step.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
@@ -231,6 +272,12 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         for name, value in vars(args).items()
         if name != "command"
     }
+
+
+def _engine_that_answers(args: argparse.Namespace) -> tuple[Engine, list[Question]]:
+    model = args.model or reference_models.path("fast_dllm_v2")
+    engine = Engine.from_pretrained(model, device=args.device, dtype=args.dtype, backend=args.backend)
+    return engine, read_questions(engine, args.prompt_file, args.prompts)
 
 
 def _random_engine(shape: str, args: argparse.Namespace) -> Engine:

@@ -24,7 +24,7 @@ from cluster.config import Int  # noqa: E402
 from cluster.errors import UserError  # noqa: E402
 from cluster.input.sample import sample_answers, sample_rows  # noqa: E402
 from cluster.input.source import open_input  # noqa: E402
-from jobs.tools import ToolConfig, load_engine, run_tool, settle, write_whole  # noqa: E402
+from jobs.tools import ToolConfig, fixed_drafts, load_engine, run_tool, settle, write_whole  # noqa: E402
 from specfold.benchmark.decoding import Question  # noqa: E402
 from specfold.benchmark.profile_plots import (  # noqa: E402
     plot_delta,
@@ -77,12 +77,13 @@ def profile(
         Runs of each setting; the median time counts. With one, the plots show no speed.
     """
     config = config or ToolConfig()
-    counts = draft_counts or tuple(n for n in (1, 2, 4, 6, 8, 12, 16) if n <= config.drafts)
+    most = fixed_drafts(config)
+    counts = draft_counts or tuple(n for n in (1, 2, 4, 6, 8, 12, 16) if n <= most)
     for name, value in (("rows", rows), ("repeats", repeats), ("draft-counts", min(counts, default=0))):
         if value < 1:
             raise UserError(f"--{name} must be at least 1, not {value}.")
-    if max(counts) > config.drafts:
-        raise UserError(f"--draft-counts must be at most --drafts ({config.drafts}), not {max(counts)}.")
+    if max(counts) > most:
+        raise UserError(f"--draft-counts must be at most --drafts ({most}), not {max(counts)}.")
     if config.mode not in ("spiffy", "specfold"):
         raise UserError(f"--mode {config.mode} has no drafts to profile.")
     require_matplotlib()

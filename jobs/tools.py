@@ -66,6 +66,7 @@ def run_tool(command: Callable[..., int], name: str, argv: Sequence[str]) -> int
 
 def settle(config: ToolConfig, environment: Mapping[str, str] = os.environ) -> ToolConfig:
     """The settings with files read and ``auto`` choices made for this machine."""
+    fixed_drafts(config)
     config = complete(config, environment)
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
@@ -74,6 +75,13 @@ def settle(config: ToolConfig, environment: Mapping[str, str] = os.environ) -> T
     if device == "cpu" and config.backend == "triton":
         raise UserError("--backend triton needs a GPU; leave --backend out or give torch.")
     return resolve(config, device, config.shard_rows or 1)
+
+
+def fixed_drafts(config: JobConfig) -> int:
+    """The number of drafts. Raises ``UserError`` where a job would choose it."""
+    if isinstance(config.drafts, str):
+        raise UserError("--drafts auto is for jobs, which choose by their own rows and batch size; give a number here.")
+    return config.drafts
 
 
 def load_engine(config: JobConfig, backend: str | None = None) -> tuple[Engine, ModelRef, str]:

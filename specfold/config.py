@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 Mode = Literal["vanilla", "spiffy", "specfold", "ar", "linear_spec"]
 FfnGate = Literal["own", "entry"]
+DRAFTING: tuple[Mode, ...] = ("spiffy", "specfold")
+"""Modes that have drafts."""
 MAX_DRAFTS = 32
+AUTO: Final = "auto"
+AUTO_DRAFTS = 8
+"""The most drafts that ``auto`` chooses."""
 
 
 class ConfigError(ValueError):
@@ -23,7 +28,8 @@ class DecodeConfig:
     ``specfold`` folds drafts on their parents. ``ar`` and ``linear_spec`` exist for Nemotron-Labs-Diffusion only.
     ``delta``: largest relative residual at which a draft position inherits (SpecFold, paper default 0.1); below 0
     nothing folds. ``ffn_gate``: ``own`` tests the residual again before the FFN, ``entry`` is the paper's rule.
-    ``drafts``: branches beside the main one; ``draft_graph``: a JSON file (or its text) that replaces the default
+    ``drafts``: branches beside the main one, or ``auto``: an engine measures how many pay (``specfold.autotune``);
+    ``draft_graph``: a JSON file (or its text) that replaces the default
     graph; ``draft_budget``: of those drafts, each step verifies only so many, the likeliest ones (None: all).
     ``threshold``: unmask every position at least this confident, and always the best one; None: one token a step
     (``linear_spec``: None fills the whole draft at once).
@@ -36,7 +42,7 @@ class DecodeConfig:
     mode: Mode = "specfold"
     delta: float = 0.1
     ffn_gate: FfnGate = "own"
-    drafts: int = 4
+    drafts: int | Literal["auto"] = 4
     draft_graph: str | None = None
     draft_budget: int | None = None
     delta_time: float | None = None
@@ -61,7 +67,7 @@ class DecodeConfig:
             if not ok:
                 raise ConfigError(message)
 
-        for name in ("drafts", "refresh_every", "small_block_size", "max_new_tokens", "top_k", "seed"):
+        for name in ("refresh_every", "small_block_size", "max_new_tokens", "top_k", "seed"):
             value = getattr(self, name)
             require(type(value) is int, f"{name} must be a whole number, not {value!r}.")
         for name in ("delta", "temperature", "top_p"):
@@ -70,10 +76,15 @@ class DecodeConfig:
         modes = Mode.__args__  # type: ignore[attr-defined]
         require(self.mode in modes, f"mode must be one of {', '.join(modes)}, not {self.mode!r}.")
         require(self.ffn_gate in ("own", "entry"), f"ffn_gate must be own or entry, not {self.ffn_gate!r}.")
-        require(0 <= self.drafts <= MAX_DRAFTS, f"drafts must be between 0 and {MAX_DRAFTS}, not {self.drafts}.")
-        budget = self.draft_budget
+        drafts, budget = self.drafts, self.draft_budget
+        require(drafts == AUTO or type(drafts) is int, f"drafts must be a whole number or {AUTO}, not {drafts!r}.")
+        if isinstance(drafts, str):
+            require(self.mode in DRAFTING, f"drafts {AUTO} needs mode spiffy or specfold, not {self.mode}.")
+            require(budget is None, f"draft_budget needs a number of drafts, which {AUTO} is not.")
+            drafts = AUTO_DRAFTS
+        require(0 <= drafts <= MAX_DRAFTS, f"drafts must be between 0 and {MAX_DRAFTS}, not {drafts}.")
         require(
-            budget is None or (type(budget) is int and 1 <= budget <= max(self.drafts, 1)),
+            budget is None or (type(budget) is int and 1 <= budget <= max(drafts, 1)),
             f"draft_budget must be between 1 and drafts ({self.drafts}) or left out, not {budget!r}.",
         )
         require(self.delta == self.delta and self.delta <= 10, f"delta must be a number up to 10, not {self.delta}.")
@@ -127,8 +138,10 @@ class DecodeConfig:
 
     @property
     def num_drafts(self) -> int:
-        """Draft branches that the mode really uses."""
-        return self.drafts if self.mode in ("spiffy", "specfold") else 0
+        """Draft branches that the mode really uses; with ``auto`` the most that may be chosen."""
+        if self.mode not in DRAFTING:
+            return 0
+        return AUTO_DRAFTS if isinstance(self.drafts, str) else self.drafts
 
     @property
     def fold_delta(self) -> float:

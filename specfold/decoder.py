@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kernels.fused.control import NEVER
 from specfold.backends.base import Backend, PendingStats, RowReport, RowStart, RunSetup
 from specfold.backends.select import make_backend
-from specfold.config import DecodeConfig
+from specfold.config import AUTO, ConfigError, DecodeConfig
 from specfold.drafts import graph_for
 from specfold.pages import PAGE_SIZE, pages_for
 from specfold.prefill import Prefill, prefill_length
@@ -198,7 +198,9 @@ class Decoder:
 
 
 def run_setup(engine: Engine, config: DecodeConfig, batch_size: int, watch: Watch | None = None) -> RunSetup:
-    """What a backend needs to know of a run."""
+    """What a backend needs to know of a run. Raises ConfigError if the drafts are still to be chosen."""
+    if config.drafts == AUTO:
+        raise ConfigError(f"drafts {AUTO} must be chosen before anything is decoded.")
     return RunSetup(
         model=engine.model,
         family=engine.info.family,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specfold.config import MAX_DRAFTS, ConfigError, DecodeConfig
+from specfold.config import AUTO, MAX_DRAFTS, ConfigError, DecodeConfig
 
 FORMAT = "specfold-draft-graph/1"
 MAX_RANK = 64
@@ -141,10 +141,11 @@ def load_graph(source: str | Path, num_drafts: int | None = None) -> DraftGraph:
 
 def graph_for(config: DecodeConfig) -> DraftGraph:
     """The graph a run uses: the best nodes of the given one, or the default one."""
-    graph = (
-        load_graph(config.draft_graph, config.num_drafts) if config.draft_graph else default_graph(config.num_drafts)
-    )
-    return graph.prefix(config.num_drafts)
+    if not config.draft_graph:
+        return default_graph(config.num_drafts)
+    # What is still to be chosen takes a smaller graph, too.
+    least = None if config.drafts == AUTO else config.num_drafts
+    return load_graph(config.draft_graph, least).prefix(config.num_drafts)
 
 
 def _check(formulas: Sequence[Formula], parents: Sequence[Sequence[int]]) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specfold.arithmetic import fixed_arithmetic
+from specfold.autotune import SAMPLE_ROWS, choose_drafts
 from specfold.backends.select import check_backend, plan_backend
 from specfold.checkpoint import ModelInfo, load_model, load_tokenizer, local_model_folder, read_model_info
-from specfold.config import ConfigError, DecodeConfig
+from specfold.config import AUTO, ConfigError, DecodeConfig
 from specfold.decoder import Decoder, run_setup
+from specfold.draft_search import Choice
 from specfold.model import Model
 from specfold.request import Completion, Request
 from specfold.watch import Watch
@@ -33,6 +38,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.num_steps = 0
         """Steps since the start: a pulse for whoever watches an engine from another thread."""
+        self.choices: dict[tuple[DecodeConfig, int], Choice] = {}
+        """The drafts chosen for ``drafts="auto"``, by settings and batch size: once, as tokens may depend on them."""
 
     @classmethod
     def from_pretrained(
@@ -131,6 +138,7 @@ class Engine:
     ) -> list[Completion]:
         """Decodes prompts of token ids; results in the order of the prompts.
 
+        With ``drafts="auto"`` short runs of the first prompts choose the drafts before the first call decodes.
         ``row_ids`` (default: the index) key the sampling noise. A bad prompt gives a completion with an error.
         """
         ids = range(len(prompts)) if row_ids is None else row_ids
@@ -169,6 +177,8 @@ class Engine:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
         self.check_config(config)
+        if config.drafts == AUTO:
+            config, requests = self._choose(requests, config, batch_size)
         decoder = Decoder(self, config, batch_size, watch)
         exhausted = False
         while True:
@@ -194,17 +204,33 @@ class Engine:
             elif exhausted:
                 return
 
+    def _choose(
+        self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int
+    ) -> tuple[DecodeConfig, Iterator[Request | None]]:
+        """The settings with their drafts chosen, now or by an earlier run, and the requests from the first on."""
+        first: list[Request] = []
+        key = config, batch_size
+        if key not in self.choices:
+            first, requests = _look_ahead(requests, SAMPLE_ROWS)
+            if not first:
+                return replace(config, drafts=0), requests
+            self.choices[key] = choose_drafts(self, first, config, batch_size)
+        return replace(config, drafts=self.choices[key].drafts), requests
 
-@contextmanager
-def fixed_arithmetic(deterministic: bool, device: torch.device) -> Iterator[None]:
-    """On CPU, deterministic decoding runs on one thread: BLAS splits large products over threads in ways that depend
-    on the number of rows, which changes their bits. Workers are the way to use more cores."""
-    threads = torch.get_num_threads()
-    single = deterministic and device.type == "cpu" and threads > 1
-    if single:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if single:
-            torch.set_num_threads(threads)
+
+def _look_ahead(requests: Iterator[Request | None], count: int) -> tuple[list[Request], Iterator[Request | None]]:
+    """Up to ``count`` requests that are there, at least one if there ever is one, and an iterator that begins with
+    them."""
+    first: list[Request] = []
+    taken: list[Request | None] = []
+    for request in requests:
+        if request is None and not first:
+            time.sleep(IDLE_S)
+            continue
+        taken.append(request)
+        if not isinstance(request, Request):
+            break
+        first.append(request)
+        if len(first) == count:
+            break
+    return first, chain(taken, requests)

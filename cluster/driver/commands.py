@@ -5,15 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
 from rich.console import Console
 
-from cluster.config import AUTO_GRAPH, JobConfig, default_shard_rows
-from cluster.driver.calibrate import kept_graph
+from cluster.config import JobConfig, default_shard_rows
 from cluster.driver.check import check_rows
+from cluster.driver.choices import with_kept
 from cluster.driver.events import Event, Wake
 from cluster.driver.footprint import measure_model
 from cluster.driver.job import Job, helpers, limited
@@ -157,8 +156,8 @@ def _check(config: JobConfig, signals: StopSignals) -> int:
         rows = limited(source.count(), config.limit)
         shard_rows = config.shard_rows or (existing.shard_rows if existing else default_shard_rows(rows))
         settled = resolve(config, choose_device(config), shard_rows)
-        if settled.draft_graph == AUTO_GRAPH and existing:
-            settled = replace(settled, draft_graph_text=kept_graph(existing))
+        if existing:
+            settled = with_kept(settled, existing)
         carried = carried_schema(source, settled, helpers("column types", source.count()))
         found = check_rows(source, settled, model, carried, config.limit, helpers("check rows", rows))
         # By a helper where those check the rows: that node has the model already.

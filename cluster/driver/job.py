@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from rich.console import Console
 
-from cluster.config import AUTO_GRAPH, JobConfig, default_shard_rows
+from cluster.config import JobConfig, default_shard_rows
 from cluster.driver.audit import Audit
-from cluster.driver.calibrate import calibrate_first_rows, kept_graph
 from cluster.driver.check import check_rows, rows_to_check
+from cluster.driver.choices import choose_by_first_rows, is_open, with_kept
 from cluster.driver.dispatch import Dispatcher
 from cluster.driver.events import Event, Wake
 from cluster.driver.feed import InputFeed
@@ -112,8 +111,9 @@ class Job:
             existing.shard_rows if existing else default_shard_rows(self._num_rows)
         )
         config = resolve(self._config, choose_device(self._config), shard_rows)
-        if config.draft_graph == AUTO_GRAPH:
-            config = replace(config, draft_graph_text=kept_graph(existing) if existing else self._calibrate(config))
+        told: dict[str, Any] = {}
+        if is_open(config):
+            config, told = (with_kept(config, existing), {}) if existing else self._choose(config)
         identity = run_identity(config, self._model)
         if self._num_rows is not None:
             self._num_shards = -(-self._num_rows // shard_rows)
@@ -121,14 +121,16 @@ class Job:
             self._rundir.require_same(existing, identity)
             return config, Admission(self._rundir, existing, self._view.say, is_new=False), existing.schema
         schema = carried_schema(self._source, config, self._helpers("column types"))
-        run = describe_run(config, identity, schema, self._source.files, self._model)
+        run = describe_run(config, identity, schema, self._source.files, self._model, told)
         return config, Admission(self._rundir, run, self._view.say, is_new=True), schema
 
-    def _calibrate(self, config: JobConfig) -> str:
-        """The draft graph that the run makes for itself, before anything is written."""
-        found = calibrate_first_rows(config, self._model, self._source, self._engine_factory, worker_resources(config))
-        self._view.say(found.line)
-        return found.text
+    def _choose(self, config: JobConfig) -> tuple[JobConfig, dict[str, Any]]:
+        """What the run chooses for itself, before anything is written, and how it came about."""
+        self._view.say("Decoding the first rows to choose how to draft.")
+        found = choose_by_first_rows(config, self._model, self._source, self._engine_factory, worker_resources(config))
+        for line in found.lines:
+            self._view.say(line)
+        return found.config, found.told
 
     def _survey(self, existing: RunFile | None, config: JobConfig) -> Survey:
         """What the parts of earlier sessions are worth; those that stand are counted."""

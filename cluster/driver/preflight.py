@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cluster.config import JobConfig
+from cluster.config import AUTO_GRAPH, JobConfig
 from cluster.driver.check import RowCheck
 from cluster.driver.findings import mean, most_bytes, quantile
 from cluster.driver.footprint import Footprint
@@ -16,6 +16,7 @@ from cluster.output.charts import merge
 from cluster.output.sink import DATA, QUARANTINE
 from cluster.output.storage import Store
 from cluster.words import count, size, verb
+from specfold.config import AUTO, AUTO_DRAFTS
 
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 10
@@ -78,6 +79,7 @@ def full_report(found: RowCheck, plan: JobPlan) -> list[str]:
         lines += [*_histogram(found.lengths), ""]
     sections = [
         ("Output", _output(found, plan)),
+        ("Drafts", _drafts(plan.config)),
         ("Memory", _memory(found, plan)),
         ("Time", _time(found, plan)),
     ]
@@ -150,6 +152,19 @@ def _output(found: RowCheck, plan: JobPlan) -> Iterator[str]:
             f"{count(found.with_stop, 'prompt')} {hold} a stop token (as a chat template writes it); there it ends "
             "nothing."
         )
+
+
+def _drafts(config: JobConfig) -> Iterator[str]:
+    """What a run chooses for itself, and whether the one in the folder has done so."""
+    if config.draft_graph == AUTO_GRAPH and config.draft_graph_text is None:
+        yield "The draft graph will be made from the first rows, before the first part."
+    if config.drafts == AUTO and config.chosen_drafts is None:
+        yield (
+            f"0 to {AUTO_DRAFTS}, as short runs of the first rows will show to be fastest for "
+            f"{count(config.batch_size, 'row')} at a time; memory is told for {AUTO_DRAFTS}."
+        )
+    elif config.chosen_drafts is not None:
+        yield f"{config.chosen_drafts}, as the run in the folder has chosen."
 
 
 def _memory(found: RowCheck, plan: JobPlan) -> Iterator[str]:

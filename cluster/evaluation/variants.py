@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.config import JobConfig
+from cluster.config import AUTO_GRAPH, JobConfig
 from cluster.errors import UserError
-from specfold.config import Mode
+from specfold.config import AUTO, DRAFTING, Mode
 
 MODES = Mode.__args__  # type: ignore[attr-defined]
 _FORM = re.compile(r"(?P<mode>\w+)(?::(?P<delta>[^@+:]+))?(?:@(?P<time>[^@+:]+))?(?P<cache>\+cache)?")
@@ -30,8 +30,15 @@ class Variant:
         return re.sub(r"[:@+]", "-", self.label.replace("@", "@time"))
 
     def of(self, config: JobConfig) -> JobConfig:
-        """The command's settings in this variant. Raises ``UserError`` for what cannot go together."""
-        return replace(config, **self.settings)
+        """The command's settings in this variant. Raises ``UserError`` for what cannot go together.
+
+        What a mode without drafts cannot choose is left at its default.
+        """
+        chosen: dict[str, Any] = {}
+        if self.settings["mode"] not in DRAFTING:
+            chosen |= {"drafts": JobConfig.drafts} if config.drafts == AUTO else {}
+            chosen |= {"draft_graph": None} if config.draft_graph == AUTO_GRAPH else {}
+        return replace(config, **chosen | self.settings)
 
 
 def parse_variants(text: str | None, config: JobConfig) -> list[Variant]:

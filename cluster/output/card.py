@@ -64,6 +64,8 @@ def reproduction(config: JobConfig, model: ModelRef) -> str:
         value = getattr(config, field.name)
         if field.name == "revision":
             value = model.commit
+        if field.name == "drafts":
+            value = config.decode.drafts  # what auto has chosen: another machine would choose otherwise
         if field.name in _NOT_REPEATED or value == field.default:
             continue
         if isinstance(value, bool):

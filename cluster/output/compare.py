@@ -23,7 +23,10 @@ from cluster.output.summary import Tally, read_summary
 _BATCH_ROWS = 256
 _COLUMNS = ["row_id", "sample_id", "output_token_ids", "output_text", "finish_reason", "error_kind",
             "num_prompt_tokens"]  # fmt: skip
-_UNTOLD = {"output", "chat_template_text", "draft_graph_text", "submitted", "overwrite", "retry_failed", "check"}
+_UNTOLD = {
+    "output", "chat_template_text", "draft_graph_text", "chosen_drafts", "submitted", "overwrite", "retry_failed",
+    "check",
+}  # fmt: skip
 """Settings that say nothing about a run's rows or speed."""
 _CONTEXT_CHARS, _EXCERPT_CHARS = 20, 60
 

@@ -178,6 +178,8 @@ def settings(config: dict[str, Any], *, changed: bool) -> list[tuple[str, str]]:
     def text(value: Any) -> str:
         return "–" if value in (None, [], "") else shorten(value if isinstance(value, str) else _json(value), _SETTING)
 
+    if config.get("chosen_drafts") is not None:
+        config = config | {"drafts": f"{config['drafts']} ({config['chosen_drafts']})"}
     return [
         (name.replace("_", "-"), text(value))
         for name, value in config.items()

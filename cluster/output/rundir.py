@@ -38,6 +38,8 @@ class RunFile:
     config: dict[str, Any] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
+    choices: dict[str, Any] = field(default_factory=dict)
+    """How the run came to what it chose for itself: what was measured, on which device, at which batch size."""
 
     @property
     def hash(self) -> str:
@@ -60,6 +62,7 @@ class RunFile:
             "identity": self.identity,
             "identity_hash": self.hash,
             "model": self.model,
+            "choices": self.choices,
             "inputs": self.inputs,
             "schema": schema_to_json(self.schema),
             "versions": other_versions(),
@@ -143,14 +146,21 @@ class RunDir:
         if values["format"] > FORMAT:
             raise UserError(f"{self.store.path(RUN)} was written by a newer version of this program.")
         schema = schema_from_json(values["schema"])
-        return RunFile(values["identity"], schema, values["config"], values["inputs"], values["model"])
+        choices = values.get("choices", {})
+        return RunFile(values["identity"], schema, values["config"], values["inputs"], values["model"], choices)
 
 
 def describe_run(
-    config: JobConfig, identity: dict[str, Any], schema: pa.Schema, files: list[str], model: Any
+    config: JobConfig,
+    identity: dict[str, Any],
+    schema: pa.Schema,
+    files: list[str],
+    model: Any,
+    choices: dict[str, Any] | None = None,
 ) -> RunFile:
     """A new run's file; ``model`` is a ``ModelRef``."""
-    return RunFile(identity, schema, config.to_dict(), files, {k: v for k, v in vars(model).items() if v is not None})
+    pinned = {k: v for k, v in vars(model).items() if v is not None}
+    return RunFile(identity, schema, config.to_dict(), files, pinned, choices or {})
 
 
 def _is_ours(folder: str, name: str) -> bool:

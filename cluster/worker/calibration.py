@@ -1,4 +1,4 @@
-"""A draft graph made for a job from its first rows, on the job's own kind of device."""
+"""A draft graph made for a job from its first rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config import JobConfig, without_secrets
-from cluster.errors import UserError
 from cluster.input.rows import PreparedRow
-from cluster.input.sample import prepare_rows
-from cluster.input.shards import RawShard
 from cluster.messages import RowKey
-from cluster.models import ModelRef, local_folder
+from cluster.models import ModelRef
 from cluster.worker.requests import make_request
-from cluster.worker.worker import import_factory, use_one_thread
 from specfold.calibration import Selection, calibrated_graph
 from specfold.drafts import default_graph
 from specfold.engine import Engine
@@ -39,29 +35,19 @@ class CalibratedGraph:
     line: str
 
 
-def calibrate_job(config: JobConfig, model: ModelRef, engine_factory: str, raw: RawShard) -> CalibratedGraph:
-    """Decode the rows of ``raw`` plainly and choose the graph of ``config.drafts`` nodes that saves most forwards.
+def calibrate_job(config: JobConfig, model: ModelRef, engine: Engine, rows: Sequence[PreparedRow]) -> CalibratedGraph:
+    """Decode the rows plainly and choose the graph that saves most forwards.
 
-    ``config`` has all its ``auto`` choices made but this one. Raises ``UserError`` if none of the rows can be decoded.
+    It has ``config.drafts`` nodes; with auto, as many as may be chosen.
     """
     started = time.monotonic()
-    folder = local_folder(model)
-    rows, problem = prepare_rows(config, folder, [raw], raw.num_rows)
-    if not rows:
-        raise UserError(f"--draft-graph auto finds no row to calibrate on: {problem}")
-    if config.device == "cpu":
-        use_one_thread()
-    engine = import_factory(engine_factory)(
-        folder, device=config.device, dtype=config.dtype, backend="torch",
-        mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
-    )  # fmt: skip
     found = record_rows(engine, config, rows)
-    origin = graph_origin(config, model, len(rows), "forwards", found)
-    graph = calibrated_graph(found, config.drafts, "forwards", origin)
+    nodes = config.decode.num_drafts
+    graph = calibrated_graph(found, nodes, "forwards", graph_origin(config, model, len(rows), "forwards", found))
     plain, ours = max(found.forwards(), 1), found.forwards(frozenset(graph.formulas))
-    default = found.forwards(frozenset(default_graph(config.drafts).formulas))
+    default = found.forwards(frozenset(default_graph(nodes).formulas))
     line = (
-        f"Calibrated a draft graph on {len(rows):,} rows in {time.monotonic() - started:.0f} s: {config.drafts} drafts "
+        f"Calibrated a draft graph on {len(rows):,} rows in {time.monotonic() - started:.0f} s: {nodes} drafts "
         f"save {1 - ours / plain:.1%} of their forwards, the default graph {1 - default / plain:.1%}."
     )
     return CalibratedGraph(json.dumps(graph.to_json()), line)

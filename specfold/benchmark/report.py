@@ -82,51 +82,6 @@ def print_table(records: Sequence[dict[str, Any]]) -> None:
         print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
 
 
-def plot_steps(report: dict[str, Any], path: Path) -> None:
-    """Step time against drafts, dense and folded, one panel a shape and batch size."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("a plot needs matplotlib: install the extra 'plots'.") from None
-    records = [r for part in report["parts"] if part["kind"] == "step" for r in part["records"]]
-    if not records:
-        raise ConfigError("none of the parts has step times to plot.")
-    shapes = list(dict.fromkeys(r["shape"] for r in records))
-    batches = sorted({r["batch_size"] for r in records})
-    figure = Figure(figsize=(3.2 * len(batches), 2.4 * len(shapes)), layout="constrained")
-    panels = figure.subplots(len(shapes), len(batches), squeeze=False)
-    for i, shape in enumerate(shapes):
-        for j, batch in enumerate(batches):
-            here = [r for r in records if r["shape"] == shape and r["batch_size"] == batch]
-            panels[i][j].set_visible(bool(here))
-            _plot_panel(panels[i][j], here)
-            panels[i][j].set_title(f"{shape}, {batch} rows" if batch > 1 else f"{shape}, 1 row", fontsize=9)
-    panels[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-def _plot_panel(panel: Any, records: list[dict[str, Any]]) -> None:
-    from matplotlib.ticker import MultipleLocator
-
-    plain = [r for r in records if not r["drafts"] and r.get("time_share") is None]
-    for label, marker, chosen in (
-        ("dense", "o", [r for r in records if r["drafts"] and r["fold_share"] is None]),
-        ("folded", "s", [r for r in records if r["fold_share"] is not None and r.get("time_share") is None]),
-        ("folded in time, too", "^", [r for r in records if r.get("time_share") is not None]),
-    ):
-        if not chosen and marker == "^":
-            continue
-        line = sorted((plain if marker != "^" else []) + chosen, key=lambda r: r["drafts"])
-        panel.plot([r["drafts"] for r in line], [r["step_ms"] for r in line], marker=marker, label=label)
-    if records:
-        panel.axhline(records[0]["floor_ms"], linestyle="--", color="grey", label="weights read once")
-    panel.set_ylim(bottom=0)
-    panel.set_xlim(-0.5, max((r["drafts"] for r in records), default=0) + 0.5)
-    panel.xaxis.set_major_locator(MultipleLocator(2))
-    panel.set_xlabel("drafts", fontsize=8)
-    panel.set_ylabel("step, ms", fontsize=8)
-
-
 def _cell(value: Any) -> str:
     if value is None:
         return "-"

@@ -99,18 +99,6 @@ def sweep_drafts(
     return [keys[m.name] | _record(m, measured[0]) for m in measured]
 
 
-def best_budget(forward_cost: dict[int, float], tokens_per_forward: dict[int, float]) -> int:
-    """The number of drafts that brings most tokens a second; of equals the smallest.
-
-    ``forward_cost``: time of a forward by number of drafts; ``tokens_per_forward``: what such a forward brings. Numbers
-    that are in only one of them do not count; 0 must be in both.
-    """
-    known = sorted(forward_cost.keys() & tokens_per_forward.keys())
-    if 0 not in known:
-        raise ValueError("the cost and the yield of a forward without drafts must be known")
-    return max(known, key=lambda drafts: tokens_per_forward[drafts] / forward_cost[drafts])
-
-
 def _record(measured: Measurement, first: Measurement) -> dict[str, Any]:
     """What the tables and plots show of a run; ``speed`` is over the first one's, as clocks of shared machines lie."""
     stats, tokens = measured.stats, max(measured.stats.output_tokens, 1)

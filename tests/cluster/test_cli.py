@@ -72,7 +72,7 @@ def test_keys_may_be_written_with_underscores(tmp_path: Path) -> None:
     [
         (["--drfts", "3"], "Unknown option: --drfts. Did you mean --drafts?"),
         (["--mode", "fast"], 'Invalid value "fast" for --mode.'),
-        (["--drafts", "auto"], "Invalid value for --drafts: it must be a whole number, not 'auto'."),
+        (["--drafts", "all"], "Invalid value for --drafts: it must be a whole number or auto, not 'all'."),
         (["--limit", "1.5"], "Invalid value for --limit: it must be a whole number, not '1.5'."),
         (["--backend", "jax"], 'Invalid value "jax" for --backend. Choose from: "auto", "torch", "triton".'),
         (

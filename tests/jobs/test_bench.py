@@ -38,6 +38,24 @@ def test_the_last_line_is_json_with_all_modes() -> None:
     assert 0 < rows["specfold 0.1, delta_time 0.1"]["time_fold_rate"] < 1
 
 
+def test_what_auto_chooses_stands_beside_the_fixed_numbers(tmp_path: Path) -> None:
+    few = ["--prompts", "2", "--repeats", "1", "--max-new-tokens", "8", "--choose-seconds", "2"]
+    done = run_bench("auto", "--batch-size", "2", "--drafts", "2", *few)
+    assert done.returncode == 0, done.stderr
+    (part,) = json.loads(done.stdout.splitlines()[-1])["parts"]
+    plain, two, auto = part["records"]
+    assert [r["name"] for r in part["records"]] == ["0", "2", "auto"]
+    assert plain["over_vanilla"] == 1.0
+    assert two["tokens_per_forward"] > plain["tokens_per_forward"]
+    assert max(plain["over_best"], two["over_best"]) == 1.0
+    assert auto["drafts"] == auto["choice"]["drafts"]
+    assert auto["drafts"] in {trial["drafts"] for trial in auto["choice"]["trials"]}
+    (tmp_path / "auto.json").write_text(done.stdout)
+    done = run_bench("report", str(tmp_path / "auto.json"), "--plot", str(tmp_path / "plot.png"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_wrong_model_is_one_sentence() -> None:
     done = run_bench("--model", "/nothing/here")
     assert done.returncode == 2
@@ -51,6 +69,7 @@ def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
         (["--repeats", "0"], "argument --repeats: it must be at least 1, not 0"),
         (["--prompt-file", str(empty)], f"error: {empty} holds no prompts."),
         (["--prompt-file", "/nothing"], "error: /nothing cannot be read as JSONL"),
+        (["--draft-graph", "/nothing"], "error: The draft graph /nothing cannot be read"),
     ):
         done = run_bench(*args)
         assert done.returncode == 2

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from specfold import ConfigError, DecodeConfig, Engine, Request, reference_models
 from specfold.benchmark.decoding import read_questions
-from specfold.benchmark.sweeps import best_budget
 from specfold.calibration import Counts, calibrated_graph, compare_graphs, select_formulas
 from specfold.drafts import Formula, build_graph, default_graph, load_graph
 from specfold.stats import DecodeStats
@@ -141,12 +140,3 @@ def _watch() -> object:
     from specfold.watch import Watch
 
     return Watch()
-
-
-def test_the_best_budget_brings_most_tokens_a_second() -> None:
-    cost = {0: 1.0, 2: 1.2, 4: 1.5, 8: 2.5}
-    assert best_budget(cost, {0: 0.9, 2: 1.6, 4: 2.0, 8: 2.6}) == 2
-    assert best_budget(cost, {0: 0.9, 2: 1.0, 4: 1.1, 8: 1.2}) == 0
-    assert best_budget(cost, {0: 1.0, 4: 1.5}) == 0, "of equals the smallest"
-    with pytest.raises(ValueError, match="without drafts must be known"):
-        best_budget({2: 1.0}, {2: 1.0})
