@@ -99,8 +99,9 @@ def bench_auto(args: argparse.Namespace) -> dict[str, Any]:
     """Every fixed number of drafts, and the one that a job would choose."""
     engine, questions = _engine_that_answers(args)
     config = DecodeConfig(
-        mode=args.mode, delta=args.delta, draft_graph=args.draft_graph, max_new_tokens=args.max_new_tokens
-    )
+        mode=args.mode, delta=args.delta, delta_time=args.delta_time, draft_graph=args.draft_graph,
+        max_new_tokens=args.max_new_tokens,
+    )  # fmt: skip
     records = []
     for size in args.size:
         resized = resize(engine, size)
@@ -219,6 +220,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     auto.add_argument("--mode", default="specfold", choices=["spiffy", "specfold"])
     auto.add_argument("--drafts", type=int, nargs="+", default=list(range(9)), help="fixed numbers (default 0 to 8)")
     auto.add_argument("--delta", type=float, default=0.1)
+    auto.add_argument("--delta-time", type=float, help="fold in time, too, with and without drafts (default: off)")
     auto.add_argument("--choose-seconds", type=float, default=60.0, help="time to choose in (default 60, as in a job)")
 
     step = command("step", "one step at the shapes of real checkpoints, dense and folded")

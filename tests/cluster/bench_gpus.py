@@ -13,6 +13,7 @@ checkpoint's shape (``specfold.enlarge``). Each call ends with one line of JSON.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -105,7 +106,8 @@ def bench_scale(args: argparse.Namespace) -> dict[str, Any]:
             run = one_run(config, folder, seen, "large", kill=kill)
             got = folder.rows().sort_by("row_id")["output_token_ids"].to_pylist()
             want = want or got
-            run |= {"gpus": gpus, "killed": kill, "rows": len(got), "same_outputs": got == want}
+            digest = hashlib.sha256(json.dumps(got).encode()).hexdigest()[:16]
+            run |= {"gpus": gpus, "killed": kill, "rows": len(got), "same_outputs": got == want, "outputs": digest}
             if not kill:
                 run["over_linear"] = run["tokens_per_s"] / (gpus / args.gpus[0] * (runs or [run])[0]["tokens_per_s"])
             runs.append(run)
