@@ -3,6 +3,7 @@
     python -m tests.cluster.bench_gpus scale --size 1.5b --gpus 1 2 4 --prompts 3000 --kill
     python -m tests.cluster.bench_gpus alone --size 1.5b --prompts 3000
     python -m tests.cluster.bench_gpus memory --size 1.5b --prompts 200
+    python -m tests.cluster.bench_gpus plot --results scale-*.txt --image gpus.png
 
 ``scale`` decodes the same prompts on every number of GPUs, each run a job of its own on one Ray; ``--kill`` sends
 SIGKILL to a worker of one more run on all of them. ``alone`` is ``Engine.stream`` without Ray. ``memory`` leaves the
@@ -108,9 +109,9 @@ def bench_scale(args: argparse.Namespace) -> dict[str, Any]:
             want = want or got
             digest = hashlib.sha256(json.dumps(got).encode()).hexdigest()[:16]
             run |= {"gpus": gpus, "killed": kill, "rows": len(got), "same_outputs": got == want, "outputs": digest}
-            if not kill:
-                run["over_linear"] = run["tokens_per_s"] / (gpus / args.gpus[0] * (runs or [run])[0]["tokens_per_s"])
             runs.append(run)
+            for speed in () if kill else ("tokens_per_s", "tokens_per_s_while_all_work"):
+                run[f"{speed}_over_linear"] = run[speed] / (gpus / args.gpus[0] * runs[0][speed])
             print(json.dumps(run), file=sys.stderr, flush=True)
     return {"runs": runs}
 
@@ -188,12 +189,14 @@ def one_run(config: JobConfig, folder: JobFolder, seen: Path, engine: str, *, ki
     seconds = max(ends.values()) - begin
     tokens = sum(line["output_tokens"] for line in lines)
     per_worker = {w: sum(x["output_tokens"] for x in lines if x["worker"] == w) for w in sorted(ends)}
+    speeds = {w: tokens / (ends[w] - begins[w]) for w, tokens in per_worker.items()}
     return {
         "seconds": seconds,
         "output_tokens": tokens,
         "tokens_per_s": tokens / seconds,
         "tokens_by_worker": per_worker,
-        "tokens_per_s_by_worker": {w: n / (ends[w] - begins[w]) for w, n in per_worker.items()},
+        "tokens_per_s_by_worker": speeds,
+        "tokens_per_s_while_all_work": sum(speeds.values()),
         "start_skew_s": max(begins.values()) - begin,
         "idle_tail_share": 1 - sum(end - begin for end in ends.values()) / (len(ends) * seconds),
         "tail_s": max(ends.values()) - min(ends.values()),
@@ -229,9 +232,35 @@ def watched(each: Callable[[], None]) -> Iterator[list[float]]:
         thread.join()
 
 
+def plot(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second against GPUs, beside a line through the fewest."""
+    from matplotlib.figure import Figure
+
+    calls = [json.loads(line) for path in args.results for line in path.read_text().splitlines() if line[:1] == "{"]
+    calls = [c for call in calls for c in call.get("calls", [call])]
+    sizes = list(dict.fromkeys(call["size"] for call in calls if "runs" in call))
+    figure = Figure(figsize=(4 * len(sizes), 3.2), layout="constrained")
+    for size, panel in zip(sizes, figure.subplots(1, len(sizes), squeeze=False)[0], strict=True):
+        runs = sorted(
+            (r for c in calls if c["size"] == size for r in c.get("runs", ()) if not r["killed"]),
+            key=lambda r: r["gpus"],
+        )
+        gpus = [run["gpus"] for run in runs]
+        for speed, label, marker in (
+            ("tokens_per_s", "first row's start to last part", "o"),
+            ("tokens_per_s_while_all_work", "while all work", "s"),
+        ):
+            panel.plot(gpus, [run[speed] for run in runs], marker=marker, label=label)
+        panel.plot(gpus, [runs[0]["tokens_per_s"] * n / gpus[0] for n in gpus], "--", color="grey", label="linear")
+        panel.set(title=size, xlabel="GPUs", ylabel="tokens/s", xticks=gpus, ylim=(0, None))
+        panel.legend(fontsize=8)
+    figure.savefig(args.image, dpi=120)
+    return {"sizes": sizes}
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("scale", "alone", "memory"))
+    parser.add_argument("command", choices=("scale", "alone", "memory", "plot"))
     parser.add_argument("--size", default="1.5b", help="of jobs/bench.py decode")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--prompts", type=int, default=3000)
@@ -242,8 +271,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--spare-gib", type=float, default=1.0)
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--results", type=Path, nargs="+", help="of plot: what other calls printed")
+    parser.add_argument("--image", type=Path, help="of plot")
     args = parser.parse_args(argv)
-    found = {"scale": bench_scale, "alone": bench_alone, "memory": bench_memory}[args.command](args)
+    calls = {"scale": bench_scale, "alone": bench_alone, "memory": bench_memory, "plot": plot}
+    found = calls[args.command](args)
     print(json.dumps({"command": args.command, "size": args.size, "prompts": args.prompts} | settings_of(args) | found))
 
 

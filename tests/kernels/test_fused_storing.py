@@ -206,6 +206,6 @@ def test_main_branches_folded_in_part(dtype: torch.dtype) -> None:
     block_attention(*x.block_arguments(whole, 6), outs[1])
     block_attention_reference(*x.block_arguments(whole, 6), outs[2])
     assert torch.equal(outs[0].nan_to_num(), outs[1].nan_to_num())
-    torch.testing.assert_close(
-        outs[1], outs[2], equal_nan=True, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5
-    )
+    # At bfloat16 tensor cores take rounded weights of the keys; the reference's are not.
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (1e-2, 1e-3)
+    torch.testing.assert_close(outs[1], outs[2], equal_nan=True, rtol=rtol, atol=atol)
