@@ -86,7 +86,7 @@ def test_a_file_that_is_no_graph(tmp_path: Path) -> None:
     [
         ({"mode": "fast"}, "mode must be one of vanilla, spiffy, specfold, ar, linear_spec, not 'fast'"),
         ({"drafts": 33}, "drafts must be between 0 and 32, not 33"),
-        ({"drafts": "auto"}, "drafts must be a whole number, not 'auto'"),
+        ({"drafts": "all"}, "drafts must be a whole number or auto, not 'all'"),
         ({"delta": "a"}, "delta must be a number, not 'a'"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, not 2.5"),
         ({"seed": True}, "seed must be a whole number, not True"),
