@@ -5,8 +5,9 @@
     python tests/measure_time_folding.py out.jsonl --table                # the file as Markdown
     python tests/measure_time_folding.py out.jsonl --plot time.png        # rows and agreement, the first model alone
 
-Two texts: held-out word problems, which the models answer, and GSM8K questions, on which they are unsure of every
-token: accuracy means nothing there, agreement with plain decoding is the strictest test there is.
+Texts: held-out word problems, which the models answer; the same at a temperature that makes them err; and GSM8K
+questions, on which they are unsure of every token: accuracy means nothing there, agreement with plain decoding is the
+strictest test there is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,23 @@ def runs(deltas: Sequence[float], gates: Sequence[FfnGate]) -> list[dict[str, An
     return settings
 
 
-def texts(problems: int, hard: int) -> dict[str, tuple[list[str], list[int] | None]]:
-    """Questions and, where the models can know them, answers."""
-    easy = heldout_problems(problems)
+@dataclass(frozen=True)
+class Text:
+    """Questions, and answers where the models can know them."""
+
+    questions: list[str]
+    answers: list[int] | None = None
+    temperature: float = 0.0
+
+
+def texts(problems: int, sampled: int, temperature: float, hard: int) -> dict[str, Text]:
     lines = (SHARED / "data" / "gsm8k" / "test.jsonl").read_text().splitlines()[:hard] if hard else []
+    easy = heldout_problems(max(problems, sampled))
+    asked, answers = [p.question for p in easy], [p.answer for p in easy]
     return {
-        "problems": ([p.question for p in easy], [p.answer for p in easy]),
-        "gsm8k": ([json.loads(line)["question"] for line in lines], None),
+        "problems": Text(asked[:problems], answers[:problems]),
+        f"problems at temperature {temperature:g}": Text(asked[:sampled], answers[:sampled], temperature),
+        "gsm8k": Text([json.loads(line)["question"] for line in lines]),
     }
 
 
@@ -65,6 +76,8 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", nargs="*", choices=reference_models.NAMES, default=reference_models.NAMES)
     parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--sampled", type=int, default=0, help="problems answered at a temperature")
+    parser.add_argument("--temperature", type=float, default=2.0)
     parser.add_argument("--hard", type=int, default=24, help="GSM8K questions")
     parser.add_argument("--delta", type=float, nargs="+", default=DELTAS)
     parser.add_argument("--gate", nargs="+", choices=["own", "entry"], default=["own", "entry"])
@@ -83,31 +96,31 @@ def main() -> None:
     torch.set_num_threads(1)
     end = time.monotonic() + args.seconds
     engines = {name: Engine.from_pretrained(reference_models.path(name)) for name in args.model}
-    for text, questions in texts(args.problems, args.hard).items():
+    for name, text in texts(args.problems, args.sampled, args.temperature, args.hard).items():
         for setting, (model, engine) in product(runs(args.delta, args.gate), engines.items()):
-            key = {"text": text, "model": model, "setting": setting}
+            key = {"text": name, "model": model, "setting": setting}
             impossible = "use_block_cache" in setting and not engine.info.family.has_sub_blocks
-            if impossible or not questions[0] or any(key == {k: r[k] for k in key} for r in done):
+            if impossible or not text.questions or any(key == {k: r[k] for k in key} for r in done):
                 continue
             if time.monotonic() > end:
                 return
-            same = [r for r in done if (r["text"], r["model"]) == (text, model)]
-            done.append(key | measure(engine, questions, setting, args.batch_size, same))
+            same = [r for r in done if (r["text"], r["model"]) == (name, model)]
+            done.append(key | measure(engine, text, setting, args.batch_size, same))
             with args.file.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
 
 
 def measure(
     engine: Engine,
-    questions: tuple[list[str], list[int] | None],
+    text: Text,
     setting: dict[str, Any],
     batch_size: int,
     before: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """One run; ``before``: the runs on the same text, plain decoding first."""
-    asked, answers = questions
-    length = 128 if answers else 64
-    config = replace(DecodeConfig(delta=0.1, drafts=4, max_new_tokens=length), **setting)
+    asked, answers = text.questions, text.answers
+    base = DecodeConfig(delta=0.1, drafts=4, max_new_tokens=128 if answers else 64, temperature=text.temperature)
+    config = replace(base, **setting)
     outs = engine.generate([chat_ids(engine, q) for q in asked], config, batch_size=batch_size)
     total = DecodeStats()
     for out in outs:
@@ -144,25 +157,36 @@ def plot(records: list[dict[str, Any]], model: str, path: Path) -> None:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown; shares are of the rows of a plain forward."""
-    lines = [
-        "| text, model | setting | right (95%) | same as plain | forwards a row | QKV, FFN rows a forward | "
-        "QKV, FFN rows a token |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """Markdown, one table a text and model; both gates side by side."""
+    groups: dict[tuple[str, str], dict[tuple[str, str], dict[str, str]]] = {}
     for r in records:
-        n = r["questions"]
-        right = ""
-        if r["right"] is not None:
-            low, high = wilson_interval(r["right"], n)
-            right = f"{r['right']} of {n} ({low:.1%} to {high:.1%})"
-        setting = ", ".join(f"{name} {value}" for name, value in r["setting"].items())
-        lines.append(
-            f"| {r['text']}, {r['model']} | {setting} | {right} | {r['same'] / n:.0%} | {r['forwards']:.1f} | "
-            f"{r['qkv_share']:.2f}, {r['ffn_share']:.2f} | "
-            f"{r['qkv_rows_per_token']:.0f}, {r['ffn_rows_per_token']:.0f} |"
-        )
-    return "\n".join(lines)
+        setting = r["setting"]
+        name = "sub-block cache" if "use_block_cache" in setting else setting["mode"]
+        name = "4 drafts, delta 0.1" if name == "specfold" else name
+        lines = groups.setdefault((r["text"], r["model"]), {})
+        delta = setting.get("delta_time")
+        cells = lines.setdefault((name, "" if delta is None else f"{delta:g}"), {})
+        cells[setting.get("ffn_gate", "own")] = _cell(r)
+    page = []
+    for (text, model), lines in groups.items():
+        page += [f"{text}, {model}", "", "| | delta_time | own gate | entry gate |", "|---|---|---|---|"]
+        order = sorted(lines, key=lambda line: (line[0] != "vanilla", line[0], float(line[1] or 0)))
+        page += [
+            f"| {name} | {delta} | {lines[name, delta].get('own', '')} | {lines[name, delta].get('entry', '')} |"
+            for name, delta in order
+        ]
+        page.append("")
+    return "\n".join(page)
+
+
+def _cell(r: dict[str, Any]) -> str:
+    """Right answers with their interval, share of outputs like plain decoding's, forwards a row, and QKV and FFN rows
+    of a forward as a share of a plain one's."""
+    n, right = r["questions"], ""
+    if r["right"] is not None:
+        low, high = wilson_interval(r["right"], n)
+        right = f"{r['right']} ({100 * low:.0f} to {100 * high:.0f}%), "
+    return f"{right}{r['same'] / n:.0%}, {r['forwards']:.1f}, {r['qkv_share']:.2f} / {r['ffn_share']:.2f}"
 
 
 if __name__ == "__main__":

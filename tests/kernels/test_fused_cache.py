@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.fused.cache import commit_kv, commit_kv_reference
+from kernels.fused.cache import commit_kv, commit_kv_reference, store_keys, store_keys_reference
 from tests.kernels.fused_branches import GARBAGE
 from tests.kernels.fused_inputs import DEVICE, DTYPES, poisoned
 
@@ -54,3 +54,26 @@ def test_commit_kv(case: str, kv_heads: int, head_dim: int, dtype: torch.dtype) 
         commit(k, v, *on_device, got_k, got_v)
         assert torch.equal(got_k.nan_to_num(9), want_k.nan_to_num(9))
         assert torch.equal(got_v.nan_to_num(9), want_v.nan_to_num(9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_a_step_are_stored_for_the_next(dtype: torch.dtype) -> None:
+    """Of computed positions of slots that go on; what a stored row served stays as it is."""
+    torch.manual_seed(0)
+    layers, slots, block, rows = 2, 3, 5, 15
+    branch_S = torch.tensor([0, -1, 0], dtype=torch.int32, device=DEVICE)
+    stored = rows + torch.arange(slots * block).view(slots, block)
+    row_LST = torch.stack([torch.randperm(rows).view(slots, block) for _ in range(layers)])
+    row_LST[:, :, ::2] = stored[:, ::2]
+    row_LST = row_LST.int().to(DEVICE)
+    start = [torch.randn(layers, rows + slots * block, 2, 8).to(DEVICE, dtype) for _ in range(2)]
+    for store in (store_keys, store_keys_reference):
+        k, v = (x.clone() for x in start)
+        store(k, v, row_LST, branch_S)
+        for got, before in ((k, start[0]), (v, start[1])):
+            assert torch.equal(got[:, :rows], before[:, :rows])
+            for layer in range(layers):
+                for s in range(slots):
+                    for t in range(block):
+                        row = int(row_LST[layer, s, t]) if s != 1 else int(stored[s, t])
+                        assert torch.equal(got[layer, stored[s, t]], before[layer, row])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.fused.gate import gate_rows, gate_rows_reference
-from kernels.fused.layout import DENOISE, FINAL, Addend, HeadRows, RowMap, TimeGate
+from kernels.fused.layout import DENOISE, FINAL, Addend, HeadRows, Parts, RowMap, TimeGate
 from kernels.fused.norm import head_norm, head_norm_reference
 from kernels.norm import rms_norm
 from tests.kernels.fused_branches import (
@@ -209,6 +209,40 @@ def test_the_last_norm_reads_stored_sums(dtype: torch.dtype) -> None:
         out = poisoned(len(at), 24, dtype=dtype)
         norm(case.source, case.addend, case.branches, rows, case.weight, EPS, out)
         assert relative_error(out, want) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_the_sub_block_cache_leaves_positions_out(mapped: bool, dtype: torch.dtype) -> None:
+    """They get their stored row and nothing else: nothing of theirs is read, as nothing is there."""
+    branches, block, width = make_branches(ALONE, 6), 6, 24
+    valid_S = torch.tensor(VALID, dtype=torch.int32, device=DEVICE)
+    pattern = empty_map(branches)
+    pattern.keep_ST.copy_(torch.arange(block, device=DEVICE) // 2 == 1)
+    num_rows = len(branches.slot_A) * block
+    earlier = empty_map(branches)
+    earlier.row_SBT.fill_(2**30)
+    source, parts = poisoned(num_rows, width, dtype=dtype), poisoned(2, num_rows, width)
+    kept = {}
+    for row, (p, s, b, t) in enumerate(positions(branches)):
+        if VALID[s] and int(branches.kind_SB[s, b]) == DENOISE and t // 2 != 1:
+            continue
+        kept[p] = (s, t)
+        earlier.row_SBT[s, b, t] = row
+        source[p], parts[:, row if mapped else p] = torch.randn(2, width)[0].to(source), torch.randn(2, width).to(parts)
+    addend = Addend(Parts(parts), earlier if mapped else None)
+    weight = torch.rand(width, device=DEVICE).to(dtype)
+    for gate in (gate_rows, gate_rows_reference):
+        stream, out, normed = poisoned(num_rows, width, dtype=dtype), empty_map(branches), source.clone()
+        settings = (weight, EPS, -1.0, pattern, False, stream, out, normed)
+        gate(source, False, addend, branches, *settings, time=TimeGate(-1.0, valid_S, skips=True))
+        assert int(out.count_1) == len(kept)
+        for p, s, _, t in positions(branches):
+            assert (p in kept) == (not stream[p].isnan().any()) == bool(out.keep_ST[s, t])
+            if p not in kept:
+                assert int(out.row_SBT[s, 0, t]) == stored_row(branches, s, t)
+        want = torch.stack([rms_norm(stream[p][None], weight, EPS)[0] for p in out.position_R[: len(kept)].tolist()])
+        assert relative_error(normed[: len(kept)], want) <= TOLERANCE[dtype]
 
 
 @on_gpu
