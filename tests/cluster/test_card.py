@@ -27,7 +27,8 @@ HOSTILE = '"]}\n---\n# A heading | `code` <script>alert(1)</script> ${x} ``` \r\
 def summary(**changes: Any) -> dict[str, Any]:
     values = Tally().to_dict(10.0)
     values["rows"] |= {"done": 1_234, "failed": 3, "failed_by_kind": {"too_long": 3}, "quarantined": 300}
-    values |= {"acceptance_by_depth": [0.75, 0.5], "fold_rate": 0.868, "flags": {"repetition": 2},
+    values |= {"acceptance_by_depth": [0.75, 0.5], "fold_rate": 0.868, "time_fold_rate": 0.5,
+               "recomputed_rows_per_token": 53.7, "flags": {"repetition": 2},
                "audit": {"rows": 20, "identical": 19, "audit_mode": "vanilla"}}  # fmt: skip
     return values | {"tokens_per_second": {"decode": 1234.5, "end_to_end": None}} | changes
 
@@ -53,6 +54,7 @@ def test_the_card_tells_rows_speed_failures_and_flags() -> None:
         "| decoded | 1,231 |", "| decoded again with mode vanilla, all tokens identical | 19 of 20 |",
         "| error too_long | 3 |", "| flag repetition | 2 |", "| mode | specfold |", "| delta | 0.1 |",
         "| acceptance by draft depth | 75.0%, 50.0% |", "| draft positions folded | 86.8% |",
+        "| positions folded in time | 50.0% |", "| positions computed for an output token, all layers | 53.70 |",
         "| tokens per second while decoding | 1,234.50 |", "| tokens per second end to end | unknown |",
         "Made with torch 2.13.",
     ):  # fmt: skip

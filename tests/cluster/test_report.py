@@ -90,6 +90,10 @@ def test_flagged_rows_are_counted_at_the_top_and_shown(finished: FinishedRun) ->
     finished.fill()
     shown = page(finished, flags={"repetition": 3, "empty": 2}).text
     assert "repetition 3, empty 2" in shown
+    assert "in time" not in shown
+    folded = page(finished, time_fold_rate=0.64, recomputed_rows_per_token=53.72).text
+    assert "64.0% in time" in folded
+    assert "53.7" in folded
     assert "No output is flagged." not in shown
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -133,6 +135,11 @@ def test_the_summary_adds_up_and_keeps_sessions_apart() -> None:
     assert (first["rows"], first["shards"], first["failed"], first["output_tokens"]) == (20, 2, 1, 800)
     assert (first["busy_seconds"], first["idle_seconds"], first["tokens_per_second"]) == (16.0, 4.0, 50.0)
     assert [line["shard"] for line in values["slowest_shards"]] == [2, 1, 0]
+
+    shards = pq.read_table(pa.BufferReader(tally.shards_file())).to_pylist()
+    assert [(line["shard"], line["time_fold_rate"], line["recomputed_rows_per_token"]) for line in shards] == [
+        (index, 0.35, 97.0) for index in range(3)
+    ]
 
     shown = io.StringIO()
     Console(file=shown, width=120).print(summary_table(values))

@@ -1,4 +1,4 @@
-"""Folding in time, on any model and setting: what a step takes over from the step before; the sub-block cache."""
+"""Folding in time, on any model and setting: what a step takes over from the step before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import linear
-from specfold import ConfigError, DecodeConfig, Engine, Request
+from specfold import DecodeConfig, Engine, Request
 from specfold.branches import BranchList
 from specfold.decoder import Decoder
 from specfold.prefill import forward_sequence
@@ -21,7 +21,6 @@ from specfold.slots import SlotState
 from specfold.step import StepContext, StepResult
 from specfold.stored import Inheritance
 from specfold.watch import Watch
-from tests.specfold import goldens
 from tests.specfold.random_models import FAMILY_NAMES, MASK, random_engine
 from tests.specfold.test_properties import graphs, prompts, replace_seconds, sampling
 
@@ -308,37 +307,3 @@ def test_folded_rows_are_not_computed(monkeypatch: pytest.MonkeyPatch, gate: str
         finals = total - by_branch
         assert finals % (spec.num_layers * spec.block_size) == pytest.approx(0)
         assert finals >= stats.commit_forwards * spec.num_layers * spec.block_size
-
-
-FAST = [name for name in goldens.CASES if name.startswith("fast_dllm")]
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_the_sub_block_cache_gives_the_official_tokens(name: str) -> None:
-    """And its forwards compute what the official ones do: a whole block, or one sub-block of it."""
-    case = goldens.load_case(name)
-    entries = case.entries("generate_block_cache")
-    got = goldens.decode_together(case, entries, batch_size=3, use_block_cache=True)
-    layers = case.engine.info.spec.num_layers
-    for entry in entries:
-        _, stop = goldens.settings(entry)
-        completion = got[entry["name"]]
-        ids, reason = goldens.expected_ids(entry, stop)
-        assert (completion.token_ids, completion.finish_reason) == (ids, reason), entry["name"]
-        assert ids != goldens_without_cache(entry, stop), "the case tells the cache from plain decoding"
-        stats, partial = completion.stats, sum(entry["step_partial"])
-        assert stats.denoise_forwards == entry["nfe"]["denoise"]
-        whole = stats.num_forwards - partial
-        want = layers * (whole * entry["block_size"] + partial * entry["small_block_size"])
-        assert stats.recomputed_qkv_rows == stats.recomputed_ffn_rows == want
-
-
-def goldens_without_cache(entry: dict[str, Any], stop: int) -> list[int]:
-    ids = entry["same_prompt_without_block_cache_output_ids"][len(entry["prompt_ids"]) :]
-    return ids[:-1] if ids[-1] == stop else ids
-
-
-def test_the_sub_block_cache_exists_for_fast_dllm_only() -> None:
-    config = replace(VANILLA, use_block_cache=True)
-    with pytest.raises(ConfigError, match=r"^use_block_cache exists for Fast-dLLM-v2 only, this model is nemotron"):
-        random_engine("nemotron_labs_diffusion").generate([[1]], config)
