@@ -201,7 +201,7 @@ class JobConfig:
         gpus = self.gpus_per_worker
         _require(gpus is None or gpus >= 0, f"--gpus-per-worker must not be negative, as {gpus} is.")
         _require(
-            gpus is None or gpus <= 1 or gpus == int(gpus), f"--gpus-per-worker above 1 must be whole, not {gpus}."
+            gpus is None or gpus <= 1 or gpus.is_integer(), f"--gpus-per-worker above 1 must be whole, not {gpus}."
         )
 
     def _check_combinations(self) -> None:

@@ -14,9 +14,12 @@ from specfold.config import AUTO, DecodeConfig
 def _whole(hint: Any, tokens: tuple[Token, ...]) -> int:
     """Read a whole number; the parser's own rule would round 1.5 to 2 without a word."""
     try:
-        return int(tokens[0].value)
+        value = int(tokens[0].value)
     except ValueError:
         raise ValueError(f"it must be a whole number, not {tokens[0].value!r}.") from None
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"it must fit 64 bits, not {value}.")
+    return value
 
 
 def _whole_or_auto(hint: Any, tokens: tuple[Token, ...]) -> int | str:

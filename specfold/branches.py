@@ -74,7 +74,7 @@ def build_branches(
 ) -> BranchTable:
     """The main states and their drafts from the last accepted distribution.
 
-    A draft is void in a block's first step, where its formula goes beyond the masks left, where it would end the row
+    A draft is void in a block's first step, where its formula goes beyond the masks left or the vocabulary, where it would end the row
     (nothing follows it), and where its slot has ``graph.budget`` better ones. Branches without a mask are final, those
     of finished main states too.
     """
@@ -88,9 +88,12 @@ def build_branches(
     position_SI, token_SIJ, logprob_SIJ, usable_SIJ = rank_candidates(slots, masked_ST, num_ranks, rules)
     rank_SBI = graph.token_rank_BI.expand(slots.num_slots, -1, -1)
     chosen = rank_SBI >= 0
-    rank_SIB = rank_SBI.clamp(min=0).transpose(1, 2)
+    # A small vocabulary has fewer tokens than a graph may name.
+    num_tokens = token_SIJ.shape[2]
+    exists = (rank_SBI < num_tokens).all(-1)
+    rank_SIB = rank_SBI.clamp(0, num_tokens - 1).transpose(1, 2)
     token_SBI = token_SIJ.gather(2, rank_SIB).transpose(1, 2)
-    valid_SB = (usable_SIJ.gather(2, rank_SIB).transpose(1, 2) | ~chosen).all(-1)
+    valid_SB = (usable_SIJ.gather(2, rank_SIB).transpose(1, 2) | ~chosen).all(-1) & exists
     # A spare last column takes the writes of unused position ranks.
     block = slots.block_size
     target_SBI = torch.where(chosen, position_SI[:, None], block)

@@ -11,6 +11,10 @@ FfnGate = Literal["own", "entry"]
 DRAFTING: tuple[Mode, ...] = ("spiffy", "specfold")
 """Modes that have drafts."""
 MAX_DRAFTS = 32
+MAX_COUNT = 2**30
+"""Above any count that makes sense; sums of two such still fit 32 bits."""
+MIN_TEMPERATURE = 1e-6
+"""Below it logits over temperature lose the noise and, further down, are no longer finite."""
 AUTO: Final = "auto"
 AUTO_DRAFTS = 8
 """The most drafts that ``auto`` chooses."""
@@ -67,12 +71,7 @@ class DecodeConfig:
             if not ok:
                 raise ConfigError(message)
 
-        for name in ("refresh_every", "small_block_size", "max_new_tokens", "top_k", "seed"):
-            value = getattr(self, name)
-            require(type(value) is int, f"{name} must be a whole number, not {value!r}.")
-        for name in ("delta", "temperature", "top_p"):
-            value = getattr(self, name)
-            require(type(value) in (int, float), f"{name} must be a number, not {value!r}.")
+        self._check_types(require)
         modes = Mode.__args__  # type: ignore[attr-defined]
         require(self.mode in modes, f"mode must be one of {', '.join(modes)}, not {self.mode!r}.")
         require(self.ffn_gate in ("own", "entry"), f"ffn_gate must be own or entry, not {self.ffn_gate!r}.")
@@ -84,13 +83,13 @@ class DecodeConfig:
             drafts = AUTO_DRAFTS
         require(0 <= drafts <= MAX_DRAFTS, f"drafts must be between 0 and {MAX_DRAFTS}, not {drafts}.")
         require(
-            budget is None or (type(budget) is int and 1 <= budget <= max(drafts, 1)),
+            budget is None or 1 <= budget <= max(drafts, 1),
             f"draft_budget must be between 1 and drafts ({self.drafts}) or left out, not {budget!r}.",
         )
         require(self.delta == self.delta and self.delta <= 10, f"delta must be a number up to 10, not {self.delta}.")
         time = self.delta_time
         require(
-            time is None or (type(time) in (int, float) and time <= 10),
+            time is None or time <= 10,
             f"delta_time must be a number up to 10 or left out, not {time!r}.",
         )
         require(
@@ -104,9 +103,15 @@ class DecodeConfig:
         )
         require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}.")
         require(0 <= self.temperature <= 100, f"temperature must be between 0 and 100, not {self.temperature}.")
+        require(
+            self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
+            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {self.temperature}.",
+        )
         require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}.")
         require(self.top_k >= 0, f"top_k must be 0 (off) or more, not {self.top_k}.")
         require(-(2**63) <= self.seed < 2**63, f"seed must fit 64 bits, not {self.seed}.")
+        texts = isinstance(self.stop, tuple) and all(isinstance(text, str) for text in self.stop)
+        require(texts, f"stop must be a tuple of strings, not {self.stop!r}.")
         require(all(self.stop), "stop strings must not be empty.")
         require(
             (self.max_thinking_tokens is None) == (self.end_think_token_id is None),
@@ -117,6 +122,26 @@ class DecodeConfig:
             f"max_thinking_tokens must be 0 or more, not {self.max_thinking_tokens}.",
         )
         self._check_inheritance(require)
+
+    def _check_types(self, require: Callable[[bool, str], None]) -> None:
+        """What is left out is None by default; no number is so large that a tensor does not hold it."""
+        for names, types, kind in (
+            (_WHOLE, (int,), "a whole number"),
+            (_NUMBERS, (int, float), "a number"),
+            (_SWITCHES, (bool,), "on or off (True or False)"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                optional = type(self).__dataclass_fields__[name].default is None
+                require(
+                    type(value) in types or (optional and value is None),
+                    f"{name} must be {kind}{' or left out' if optional else ''}, not {value!r}.",
+                )
+        for name in _WHOLE:
+            value = getattr(self, name)
+            require(
+                name == "seed" or value is None or value <= MAX_COUNT, f"{name} must be at most {MAX_COUNT}, not {value}."
+            )
 
     def _check_inheritance(self, require: Callable[[bool, str], None]) -> None:
         """What a step takes over from the step before."""
@@ -130,7 +155,6 @@ class DecodeConfig:
             other is None or self.time_delta < 0,
             f"delta_time goes with modes vanilla, spiffy and specfold: mode {other} does not denoise step by step.",
         )
-        require(type(self.use_block_cache) is bool, f"use_block_cache is on or off, not {self.use_block_cache!r}.")
         if self.use_block_cache:
             require(other is None, f"use_block_cache needs mode vanilla; mode {other} has no sub-blocks.")
             require(not self.num_drafts, "use_block_cache takes no drafts: give mode vanilla.")
@@ -160,4 +184,15 @@ class DecodeConfig:
 
     def plain(self) -> DecodeConfig:
         """Step-by-step decoding without drafts and without inheritance: what every other way is held against."""
-        return replace(self, mode="vanilla", delta_time=None, refresh_every=0, use_block_cache=False)
+        drafts = 0 if self.drafts == AUTO else self.drafts
+        return replace(
+            self, mode="vanilla", drafts=drafts, delta_time=None, refresh_every=0, use_block_cache=False
+        )
+
+
+_WHOLE = (
+    "draft_budget", "refresh_every", "small_block_size", "block_size", "max_thinking_tokens", "end_think_token_id",
+    "max_new_tokens", "top_k", "seed",
+)  # fmt: skip
+_NUMBERS = ("delta", "delta_time", "threshold", "temperature", "top_p")
+_SWITCHES = ("use_block_cache", "causal_context", "deterministic")

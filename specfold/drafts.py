@@ -118,25 +118,46 @@ def load_graph(source: str | Path, num_drafts: int | None = None) -> DraftGraph:
     Raises ConfigError with one sentence for what is not a sound graph or has fewer nodes than ``num_drafts``.
     """
     text = str(source)
-    is_json = "\n" in text or text.lstrip().startswith("{")
+    is_json = "\n" in text or text.lstrip().startswith(("{", "["))
     name = "The draft graph" if is_json else f"The draft graph {source}"
     try:
         value = json.loads(text if is_json else Path(source).read_text())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{name} cannot be read: {str(e).splitlines()[0]}.") from e
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ConfigError(f"{name} is not of format {FORMAT!r}.")
     try:
-        formulas = tuple(frozenset((int(i), int(j)) for i, j in node["formula"]) for node in value["nodes"])
-        parents = tuple(tuple(int(p) for p in node.get("parents", ())) for node in value["nodes"])
-        order = tuple(int(n) for n in value.get("order", ()))
-        origin = value.get("origin", "" if is_json else str(source))
-        graph = DraftGraph(formulas, parents, origin if isinstance(origin, dict) else str(origin), order)
-    except (KeyError, TypeError, ValueError) as e:
+        graph = _parse(value, "" if is_json else str(source))
+    except ConfigError as e:
         raise ConfigError(f"{name} is not sound: {e}") from e
     if num_drafts is not None and len(graph) < num_drafts:
         raise ConfigError(f"{name} has {len(graph)} nodes, fewer than the {num_drafts} drafts asked for.")
     return graph
+
+
+def _parse(value: dict[str, Any], source: str) -> DraftGraph:
+    """The graph of a file's content. Raises ConfigError."""
+    nodes = value.get("nodes")
+    if not isinstance(nodes, list):
+        raise ConfigError("It has no list of nodes.")
+    formulas, parents = [], []
+    for n, node in enumerate(nodes):
+        candidates = node.get("formula") if isinstance(node, dict) else None
+        if not isinstance(candidates, list) or not all(_whole_numbers(pair) and len(pair) == 2 for pair in candidates):
+            raise ConfigError(f"Node {n} has no formula, a list of pairs of position rank and token rank.")
+        if not _whole_numbers(node.get("parents", [])):
+            raise ConfigError(f"The parents of node {n} are not a list of whole numbers.")
+        formulas.append(frozenset((i, j) for i, j in candidates))
+        parents.append(tuple(node.get("parents", [])))
+    if not _whole_numbers(value.get("order", [])):
+        raise ConfigError("Its order is not a list of whole numbers.")
+    origin = value.get("origin", source)
+    origin = origin if isinstance(origin, dict) else str(origin)
+    return DraftGraph(tuple(formulas), tuple(parents), origin, tuple(value.get("order", [])))
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int for number in value)
 
 
 def graph_for(config: DecodeConfig) -> DraftGraph:

@@ -74,6 +74,7 @@ def test_keys_may_be_written_with_underscores(tmp_path: Path) -> None:
         (["--mode", "fast"], 'Invalid value "fast" for --mode.'),
         (["--drafts", "all"], "Invalid value for --drafts: it must be a whole number or auto, not 'all'."),
         (["--limit", "1.5"], "Invalid value for --limit: it must be a whole number, not '1.5'."),
+        (["--shard-rows", "9" * 20], f"Invalid value for --shard-rows: it must fit 64 bits, not {'9' * 20}."),
         (["--backend", "jax"], 'Invalid value "jax" for --backend. Choose from: "auto", "torch", "triton".'),
         (
             ["--backend", "triton", "--device", "cpu"],

@@ -27,6 +27,7 @@ def test_engine_settings_and_defaults_are_the_engines() -> None:
         ({"max_failed": 1.5}, "--max-failed is a share between 0 and 1, not 1.5."),
         ({"stall_timeout": 0}, "--stall-timeout must be above 0 seconds, not 0."),
         ({"gpus_per_worker": 1.5}, "--gpus-per-worker above 1 must be whole, not 1.5."),
+        ({"gpus_per_worker": float("inf")}, "--gpus-per-worker above 1 must be whole, not inf."),
         ({"gpus_per_worker": -1}, "--gpus-per-worker must not be negative, as -1 is."),
         ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1, not 0."),
         ({"temperature": -1}, "--temperature must be between 0 and 100, not -1."),

@@ -54,9 +54,13 @@ def test_a_file_gives_the_graph_back(tmp_path: Path) -> None:
             "Node 1 of the draft graph does not contain its parent 0",
         ),
         ([{"formula": [[i, 0]]} for i in range(33)], "A draft graph has at most 32 nodes, not 33"),
-        ([{"form": 1}], "is not sound"),
-        ([{"formula": ["ab"]}], "is not sound"),
-        (7, "is not sound"),
+        ([{"form": 1}], "is not sound: Node 0 has no formula"),
+        ([5], "is not sound: Node 0 has no formula"),
+        ([{"formula": ["ab"]}], "is not sound: Node 0 has no formula"),
+        ([{"formula": [[0, 0.7]]}], "is not sound: Node 0 has no formula"),
+        ([{"formula": [[0, float("inf")]]}], "is not sound: Node 0 has no formula"),
+        ([{"formula": [[0, 0]], "parents": None}], "is not sound: The parents of node 0 are not a list"),
+        (7, "is not sound: It has no list of nodes"),
     ],
 )
 def test_an_unsound_file_gets_one_sentence(tmp_path: Path, nodes: Any, sentence: str) -> None:
@@ -75,10 +79,12 @@ def test_a_file_that_is_no_graph(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     with pytest.raises(ConfigError, match="cannot be read"):
         load_graph(path)
-    for text in ("{", "[]", '{"format": "other"}'):
+    for text in ("{", "[]", '{"format": "other"}', "[" * 100_000, '{"a":' * 100_000):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"cannot be read|is not of format"):
-            load_graph(path)
+        for source in (path, text):
+            with pytest.raises(ConfigError, match=r"cannot be read|is not of format") as caught:
+                load_graph(source)
+            assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,15 @@ def test_a_file_that_is_no_graph(tmp_path: Path) -> None:
         ({"temperature": -1.0}, "temperature must be between 0 and 100"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"stop": ("",)}, "stop strings must not be empty"),
+        ({"stop": "abc"}, "stop must be a tuple of strings, not 'abc'"),
+        ({"stop": (1,)}, r"stop must be a tuple of strings, not \(1,\)"),
+        ({"threshold": "high"}, "threshold must be a number or left out, not 'high'"),
+        ({"block_size": 8.0}, "block_size must be a whole number or left out, not 8.0"),
+        ({"deterministic": "no"}, r"deterministic must be on or off \(True or False\), not 'no'"),
+        ({"temperature": 1e-38}, r"temperature must be 0 \(greedy\) or at least 1e-06, not 1e-38"),
+        ({"top_k": 10**20}, "top_k must be at most 1073741824, not 1000"),
+        ({"refresh_every": 10**20, "delta_time": 0.1}, "refresh_every must be at most 1073741824"),
+        ({"max_thinking_tokens": 10**20, "end_think_token_id": 1}, "max_thinking_tokens must be at most 1073741824"),
         ({"max_thinking_tokens": 5}, "max_thinking_tokens and end_think_token_id must be given together"),
     ],
 )
