@@ -79,10 +79,9 @@ class Decoder:
 
         While pages are short the request waits for rows to leave, and no slot counts as free.
         """
-        bad = self.engine.check_prompt(request.prompt_ids, self._max_new_tokens(request))
+        bad = refusal(self.engine, self.config, request)
         if bad is not None:
-            kind, message = bad
-            return Completion(request.row_id, request.sample_id, [], "", ERROR, message, kind)
+            return bad
         if self._place(request):
             return None
         if any(self.rows):
@@ -117,7 +116,7 @@ class Decoder:
         return self._collect()
 
     def _max_new_tokens(self, request: Request) -> int:
-        return self.config.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        return _either(request.max_new_tokens, self.config.max_new_tokens)
 
     def _place(self, request: Request) -> bool:
         """Gives a request a slot and all the pages it will ever need; False if those are not free now."""
@@ -195,6 +194,19 @@ class Decoder:
     def _stop_string_in(self, row: Row) -> bool:
         text = decode_text(self.engine.tokenizer, row.tokens)
         return any(stop in text for stop in row.stop)
+
+
+def refusal(engine: Engine, config: DecodeConfig, request: Request) -> Completion | None:
+    """The error completion of a request that cannot be decoded, or None."""
+    option = request.problem(config)
+    if option is not None:
+        bad: tuple[str, str] | None = ("unsupported_option", option)
+    else:
+        bad = engine.check_prompt(request.prompt_ids, _either(request.max_new_tokens, config.max_new_tokens))
+    if bad is None:
+        return None
+    kind, message = bad
+    return Completion(request.row_id, request.sample_id, [], "", ERROR, message, kind)
 
 
 def run_setup(engine: Engine, config: DecodeConfig, batch_size: int, watch: Watch | None = None) -> RunSetup:

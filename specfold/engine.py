@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -17,7 +17,7 @@ from specfold.autotune import SAMPLE_ROWS, choose_drafts
 from specfold.backends.select import check_backend, plan_backend
 from specfold.checkpoint import ModelInfo, load_model, load_tokenizer, local_model_folder, read_model_info
 from specfold.config import AUTO, ConfigError, DecodeConfig
-from specfold.decoder import Decoder, run_setup
+from specfold.decoder import Decoder, refusal, run_setup
 from specfold.draft_search import Choice
 from specfold.model import Model
 from specfold.request import Completion, Request
@@ -26,6 +26,7 @@ from specfold.watch import Watch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IDLE_S = 0.002
 _END = object()
+Refused = tuple[Request, Completion]
 
 
 class Engine:
@@ -105,8 +106,8 @@ class Engine:
         Raises ConfigError if not even one row fits.
         """
         plan = plan_backend(self.backend, run_setup(self, config, batch_size))
-        prompt = min(1024, self.context_length - config.max_new_tokens)
-        return None if plan is None else plan.describe(prompt, config.max_new_tokens)
+        new = min(config.max_new_tokens, self.context_length - 1)
+        return None if plan is None else plan.describe(min(1024, self.context_length - new), new)
 
     def warm_up(self, config: DecodeConfig, batch_size: int) -> None:
         """Decodes one short row and throws it away: kernels compile now, and no row waits for them. On a GPU only.
@@ -174,11 +175,11 @@ class Engine:
         batch_size: int,
         watch: Watch | None = None,
     ) -> Iterator[tuple[Request, Completion]]:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
+        if type(batch_size) is not int or batch_size < 1:
+            raise ConfigError(f"batch_size must be a whole number from 1 on, not {batch_size!r}.")
         self.check_config(config)
         if config.drafts == AUTO:
-            config, requests = self._choose(requests, config, batch_size)
+            config, requests = yield from self._choose(requests, config, batch_size)
         decoder = Decoder(self, config, batch_size, watch)
         exhausted = False
         while True:
@@ -206,31 +207,37 @@ class Engine:
 
     def _choose(
         self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int
-    ) -> tuple[DecodeConfig, Iterator[Request | None]]:
-        """The settings with their drafts chosen, now or by an earlier run, and the requests from the first on."""
-        first: list[Request] = []
+    ) -> Generator[Refused, None, tuple[DecodeConfig, Iterator[Request | None]]]:
+        """The settings with their drafts chosen, now or by an earlier run, and the requests that are still to decode.
+
+        Yields requests that cannot be decoded: nothing is to be learnt from them.
+        """
         key = config, batch_size
         if key not in self.choices:
-            first, requests = _look_ahead(requests, SAMPLE_ROWS)
+            first, requests = yield from self._look_ahead(requests, config)
             if not first:
                 return replace(config, drafts=0), requests
             self.choices[key] = choose_drafts(self, first, config, batch_size)
         return replace(config, drafts=self.choices[key].drafts), requests
 
-
-def _look_ahead(requests: Iterator[Request | None], count: int) -> tuple[list[Request], Iterator[Request | None]]:
-    """Up to ``count`` requests that are there, at least one if there ever is one, and an iterator that begins with
-    them."""
-    first: list[Request] = []
-    taken: list[Request | None] = []
-    for request in requests:
-        if request is None and not first:
-            time.sleep(IDLE_S)
-            continue
-        taken.append(request)
-        if not isinstance(request, Request):
-            break
-        first.append(request)
-        if len(first) == count:
-            break
-    return first, chain(taken, requests)
+    def _look_ahead(
+        self, requests: Iterator[Request | None], config: DecodeConfig
+    ) -> Generator[Refused, None, tuple[list[Request], Iterator[Request | None]]]:
+        """The first requests that are there and can be decoded, at least one if there ever is one, and an iterator
+        that begins with them."""
+        first: list[Request] = []
+        taken: list[Request | None] = []
+        for request in requests:
+            if request is None and not first:
+                time.sleep(IDLE_S)
+                continue
+            if isinstance(request, Request) and (refused := refusal(self, config, request)):
+                yield request, refused
+                continue
+            taken.append(request)
+            if not isinstance(request, Request):
+                break
+            first.append(request)
+            if len(first) == SAMPLE_ROWS:
+                break
+        return first, chain(taken, requests)

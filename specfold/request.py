@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from specfold.config import ConfigError, DecodeConfig
 from specfold.stats import DecodeStats
 
 STOP, LENGTH, ERROR = "stop", "length", "error"
@@ -28,14 +30,27 @@ class Request:
     seed: int | None = None
     stop: tuple[str, ...] | None = None
 
+    def problem(self, config: DecodeConfig) -> str | None:
+        """What is wrong with the row's own settings, in one sentence, or None."""
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        try:
+            replace(config, **own)
+            struct.pack("<qq", self.row_id, self.sample_id)
+        except ConfigError as error:
+            return str(error)
+        except struct.error:
+            return f"row_id and sample_id must be whole numbers of 64 bits, not {self.row_id!r} and {self.sample_id!r}."
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished row.
 
     ``token_ids`` and ``text`` hold neither the stop token nor the stop string. ``finish_reason`` is ``stop``,
-    ``length`` or ``error``; with ``error`` the message is one sentence and ``error_kind`` one of ``invalid_prompt``,
-    ``too_long``, ``nan_logits``, ``no_memory``.
+    ``length`` or ``error``; with ``error`` the message is one sentence and ``error_kind`` one of ``empty_prompt``,
+    ``invalid_token_id``, ``mask_in_prompt``, ``too_long``, ``unsupported_option``, ``nan_logits``, ``no_memory``.
     """
 
     row_id: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -265,3 +266,31 @@ def test_bad_prompts_come_back_as_errors_and_disturb_nobody() -> None:
         "invalid_token_id",
     ]
     assert outs[1].token_ids == engine.generate([good], DecodeConfig(max_new_tokens=20))[0].token_ids
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "spiffy", "drafts": "auto"}])
+def test_a_row_with_impossible_settings_of_its_own_disturbs_nobody(settings: dict[str, Any]) -> None:
+    engine = random_engine("nemotron_labs_diffusion", 0)
+    config = DecodeConfig(max_new_tokens=4, temperature=0.5, **settings)
+    rows = [
+        Request([1, 2], row_id=0, temperature=float("nan")),
+        Request([1, 2], row_id=1, max_new_tokens=0),
+        Request([1, 2], row_id=2, top_k=10**20),
+        Request([1, 2], row_id=3, sample_id=2**64),
+        Request([1, 2], row_id=4),
+    ]
+    found = {c.row_id: c for c in engine.stream(iter(rows), config, 2)}
+    assert [found[i].error_kind for i in range(5)] == ["unsupported_option"] * 4 + [None]
+    assert found[1].error == "max_new_tokens must be at least 1, not 0."
+    assert len(found[4].token_ids) == 4 or found[4].finish_reason == "stop"
+    every_row_is_bad = list(engine.stream(iter(rows[:4]), config, 3))
+    assert sorted(c.row_id for c in every_row_is_bad) == [0, 1, 2, 3]
+
+
+def test_a_graph_beyond_a_small_vocabulary_changes_no_token() -> None:
+    engine = random_engine("fast_dllm_v2", 0)
+    graph = json.dumps(build_graph([[(0, 0)], [(0, 63)], [(0, 0), (1, VOCAB)]], "test").to_json())
+    vanilla = engine.generate([[1, 2, 3]], DecodeConfig(mode="vanilla", max_new_tokens=12))[0]
+    drafted = engine.generate([[1, 2, 3]], DecodeConfig(mode="spiffy", drafts=3, draft_graph=graph, max_new_tokens=12))
+    assert drafted[0].token_ids == vanilla.token_ids
+    assert len(drafted[0].stats.accepted_by_depth) == 2
