@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -40,6 +41,7 @@ from specfold.benchmark.modes import MODES, mode_configs  # noqa: E402
 from specfold.benchmark.plots import plot_report  # noqa: E402
 from specfold.benchmark.report import make_part, print_tables, read_parts  # noqa: E402
 from specfold.benchmark.shapes import OFFICIAL_TOKENS_PER_S, SHAPES, random_engine  # noqa: E402
+from specfold.engine import DTYPES, usable_device  # noqa: E402
 from specfold.enlarge import Growth, enlarge  # noqa: E402
 
 SIZES = {
@@ -221,7 +223,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     auto.add_argument("--drafts", type=int, nargs="+", default=list(range(9)), help="fixed numbers (default 0 to 8)")
     auto.add_argument("--delta", type=float, default=0.1)
     auto.add_argument("--delta-time", type=float, help="fold in time, too, with and without drafts (default: off)")
-    auto.add_argument("--choose-seconds", type=float, default=60.0, help="time to choose in (default 60, as in a job)")
+    auto.add_argument(
+        "--choose-seconds", type=seconds, default=60.0, help="time to choose in (default 60, as in a job)"
+    )
 
     step = command("step", "one step at the shapes of real checkpoints, dense and folded")
     step.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
@@ -232,7 +236,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     step.add_argument("--masks-left", type=positive, help="masks of each block (default: half of it, the mean)")
     step.add_argument("--prompt-len", type=positive, default=500)
     step.add_argument("--repeats", type=positive, default=30)
-    step.add_argument("--seconds", type=float, default=1e9, help="start no further measurement after this time")
+    step.add_argument("--seconds", type=seconds, default=1e9, help="start no further measurement after this time")
 
     throughput = command("throughput", "rows from prompt to last token at the shapes of real checkpoints")
     throughput.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
@@ -244,7 +248,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     throughput.add_argument("--drafts", type=int, default=8)
     throughput.add_argument("--batch-size", type=positive, nargs="+", default=[1])
     throughput.add_argument("--rounds", type=positive, default=3, help="batches that are timed (3)")
-    throughput.add_argument("--seconds", type=float, default=1e9, help="start no further measurement after this time")
+    throughput.add_argument("--seconds", type=seconds, default=1e9, help="start no further measurement after this time")
     throughput.add_argument("--prompt-len", type=positive, default=500)
     throughput.add_argument("--max-new-tokens", type=positive, default=64)
 
@@ -258,6 +262,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"it must be at least 1, not {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"it must be above 0, not {value}")
     return value
 
 
@@ -283,9 +294,11 @@ def _engine_that_answers(args: argparse.Namespace) -> tuple[Engine, list[Questio
 
 
 def _random_engine(shape: str, args: argparse.Namespace) -> Engine:
-    device = torch.device(args.device)
+    if args.dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {args.dtype!r}.")
+    device = usable_device(args.device)
     check_backend(args.backend, device)
-    return random_engine(shape, device, getattr(torch, args.dtype), args.backend)
+    return random_engine(shape, device, DTYPES[args.dtype], args.backend)
 
 
 def resize(engine: Engine, size: str) -> Engine:

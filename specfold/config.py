@@ -140,7 +140,8 @@ class DecodeConfig:
         for name in _WHOLE:
             value = getattr(self, name)
             require(
-                name == "seed" or value is None or value <= MAX_COUNT, f"{name} must be at most {MAX_COUNT}, not {value}."
+                name == "seed" or value is None or value <= MAX_COUNT,
+                f"{name} must be at most {MAX_COUNT}, not {value}.",
             )
 
     def _check_inheritance(self, require: Callable[[bool, str], None]) -> None:
@@ -185,9 +186,7 @@ class DecodeConfig:
     def plain(self) -> DecodeConfig:
         """Step-by-step decoding without drafts and without inheritance: what every other way is held against."""
         drafts = 0 if self.drafts == AUTO else self.drafts
-        return replace(
-            self, mode="vanilla", drafts=drafts, delta_time=None, refresh_every=0, use_block_cache=False
-        )
+        return replace(self, mode="vanilla", drafts=drafts, delta_time=None, refresh_every=0, use_block_cache=False)
 
 
 _WHOLE = (

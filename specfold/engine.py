@@ -56,12 +56,7 @@ class Engine:
         """Loads a model folder or hub id. Raises ModelError or ConfigError, one sentence each."""
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
-        try:
-            where = torch.device(device)
-        except RuntimeError:
-            raise ConfigError(f"device {device!r} is not a device torch knows.") from None
-        if where.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA device.")
+        where = usable_device(device)
         check_backend(backend, where)
         folder = local_model_folder(name, revision)
         tokenizer = load_tokenizer(folder)
@@ -241,3 +236,14 @@ class Engine:
             if len(first) == SAMPLE_ROWS:
                 break
         return first, chain(taken, requests)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name. Raises ConfigError if torch does not know it or sees none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not a device torch knows.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees no CUDA device.")
+    return device

@@ -13,7 +13,7 @@ from typing import Any
 
 from specfold.config import ConfigError, DecodeConfig
 from specfold.engine import Engine
-from specfold.request import Completion, Request
+from specfold.request import ERROR, Completion, Request
 from specfold.stats import DecodeStats
 
 WARM_UP = -1
@@ -95,6 +95,7 @@ def _decode(
     """Seconds and completions in the order of the questions.
 
     A short row goes first and the clock starts when it is done: a job captures its graphs once, not once a few rows.
+    Raises ConfigError for a row that fails: failures would agree with one another.
     """
     start: list[float] = []
 
@@ -107,6 +108,9 @@ def _decode(
 
     completions = []
     for completion in engine.stream(requests(), config, batch_size):
+        if completion.finish_reason == ERROR:
+            number = 1 if completion.row_id == WARM_UP else completion.row_id + 1
+            raise ConfigError(f"prompt {number} cannot be decoded, so nothing is measured: {completion.error}")
         if completion.row_id == WARM_UP:
             start.append(time.perf_counter())
         else:

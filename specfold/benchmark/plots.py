@@ -19,7 +19,10 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
     for kind, plot in (("step", _plot_steps), ("auto", _plot_choices)):
         records = [r for part in report["parts"] if part["kind"] == kind for r in part["records"]]
         if records:
-            plot(records, Figure).savefig(path, dpi=120)
+            try:
+                plot(records, Figure).savefig(path, dpi=120)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"the plot {path} cannot be written: {error}.") from None
             return
     raise ConfigError("none of the parts has step times or chosen drafts to plot.")
 

@@ -70,6 +70,9 @@ def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
         (["--prompt-file", str(empty)], f"error: {empty} holds no prompts."),
         (["--prompt-file", "/nothing"], "error: /nothing cannot be read as JSONL"),
         (["--draft-graph", "/nothing"], "error: The draft graph /nothing cannot be read"),
+        (["--max-new-tokens", "99999", "--prompts", "1"], "error: prompt 1 cannot be decoded, so nothing is"),
+        (["step", "--device", "nothing"], "error: device 'nothing' is not a device torch knows."),
+        (["auto", "--choose-seconds", "nan"], "argument --choose-seconds: it must be above 0, not nan"),
     ):
         done = run_bench(*args)
         assert done.returncode == 2
@@ -88,6 +91,9 @@ def test_parts_of_the_same_sources_merge(tmp_path: Path) -> None:
     done = run_bench("report", str(paths[0]), str(paths[1]), "--plot", str(tmp_path / "plot.png"))
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout.splitlines()[-1])["parts"]) == 2
+    done = run_bench("report", str(paths[0]), "--plot", str(tmp_path / "plot.words"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: the plot {tmp_path / 'plot.words'} cannot be written: Format 'words'")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     done = run_bench("report", *map(str, paths))
     assert done.returncode == 2
