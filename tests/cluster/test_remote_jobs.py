@@ -1,0 +1,291 @@
+"""Whole jobs on an object store: a real S3 server that fails every few requests, drivers killed, and every tool."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import s3fs
+
+from cluster.output.storage import StorageError, Store
+from jobs import compare_runs, generate, report
+from tests.cluster.fake_engine import LOOP, NAN
+from tests.cluster.head import Head
+from tests.cluster.jobs import VOLATILE, JobFolder
+from tests.cluster.object_store import BUCKET, FAULTS, ObjectStore, environment
+from tests.cluster.processes import assert_as_decoded, start_driver
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, LOOPING, FAILING = 100, 45, 70
+PROMPTS, OUTPUT = f"s3://{BUCKET}/in/prompts.jsonl", f"s3://{BUCKET}/out"
+
+
+@dataclass
+class Story:
+    """A job that was killed and went on while its store misbehaved, and what came of it."""
+
+    folder: JobFolder
+    store: ObjectStore
+    parts_at_death: int = 0
+    said: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        """Every object of the output."""
+        return sorted(name.removeprefix(f"{BUCKET}/out/") for name in self.store.fs.find(f"{BUCKET}/out"))
+
+    def part_names(self) -> list[str]:
+        return [name for name in self.names() if name.startswith("data/")]
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.store.fs.cat_file(f"{BUCKET}/out/{name}"))
+
+    def rows(self) -> pa.Table:
+        """All rows, those in quarantine in their places."""
+        files = [name for name in self.names() if name.startswith(("data/", "quarantine/"))]
+        tables = [pq.read_table(pa.BufferReader(self.read(name))).replace_schema_metadata(None) for name in files]
+        return pa.concat_tables(tables).sort_by("row_id").drop_columns(VOLATILE)
+
+
+@pytest.fixture(scope="module")
+def story(head: Head, object_store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    told = Story(JobFolder(tmp_path_factory.mktemp("remote")), object_store)
+    prompts = told.folder.write_prompts(ROWS, {LOOPING: LOOP, FAILING: NAN})
+    told.folder.write_weights()
+    object_store.fs.put_file(prompts, PROMPTS.removeprefix("s3://"))
+    with object_store.app.misbehaving(every=9):
+        first = start(told, head)
+        deadline = time.monotonic() + 100
+        while len(told.part_names()) < 4:
+            assert first.poll() is None, first.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        first.kill()
+        first.communicate()
+        told.parts_at_death = len(told.part_names())
+        second = start(told, head)
+        output, errors = second.communicate(timeout=120)
+        assert second.returncode == 0, output + errors
+    told.said = output.splitlines()
+    told.made = object_store.app.made
+    return told
+
+
+def start(story: Story, head: Head, engine: str = "counting", **settings: Any) -> subprocess.Popen[str]:
+    settings = {"output": OUTPUT, "workers": 2, "quarantine": True} | settings
+    return start_driver(story.folder, head.address, PROMPTS, engine, head.environment, **settings)
+
+
+@pytest.fixture
+def client(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """This process as one that works with the store: by the usual environment."""
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield object_store
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_job_on_a_store_that_fails_loses_and_changes_nothing(story: Story) -> None:
+    assert set(story.made) == set(FAULTS), "the store was to misbehave in every way"
+    table = story.rows()
+    assert_as_decoded(table, ROWS, bad=(FAILING,), marked=(LOOPING,))
+    assert table["flags"].to_pylist()[LOOPING] == ["repetition"]
+
+
+def test_a_killed_driver_is_followed_at_once_and_its_parts_stand(story: Story) -> None:
+    assert 4 <= story.parts_at_death < ROWS // 10
+    [resumed] = [line for line in story.said if line.startswith("Resuming:")]
+    assert int(resumed.split()[1]) >= story.parts_at_death
+    assert not [line for line in story.said if line.startswith("Run again:")]
+
+
+def test_the_folder_holds_what_a_local_one_holds_and_nothing_else(story: Story) -> None:
+    shards = range(ROWS // 10)
+    parts = [f"data/train-{i:07d}.parquet" for i in shards] + [f"stats/shard-{i:07d}.json" for i in shards]
+    moved = [f"quarantine/rows-{LOOPING // 10:07d}.parquet"]
+    whole = ["README.md", "report.html", "run.json", "shards.parquet", "summary.json"]
+    assert story.names() == sorted([*parts, *moved, *whole])
+    summary = json.loads(story.read("summary.json"))
+    assert (summary["state"], summary["rows"]["done"], summary["rows"]["quarantined"]) == ("done", ROWS, 1)
+    assert json.loads(story.read("run.json"))["inputs"] == [PROMPTS]
+    assert b"testing" not in story.read("run.json")  # no credentials
+
+
+def test_failed_rows_are_retried_and_only_their_part_is_written(story: Story, head: Head) -> None:
+    before = {name: story.store.fs.info(f"{BUCKET}/out/{name}")["ETag"] for name in story.part_names()}
+    driver = start(story, head, "cured", retry_failed=True)
+    output, errors = driver.communicate(timeout=60)
+    assert driver.returncode == 0, output + errors
+    after = {name: story.store.fs.info(f"{BUCKET}/out/{name}")["ETag"] for name in story.part_names()}
+    assert [name for name in before if before[name] != after[name]] == [f"data/train-{FAILING // 10:07d}.parquet"]
+    assert story.rows()["error"].null_count == ROWS
+
+
+def test_check_report_and_comparison_read_the_store(
+    story: Story, client: ObjectStore, head: Head, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = story.names()
+    driver = start(story, head, check=True)
+    output, errors = driver.communicate(timeout=60)
+    assert driver.returncode == 0, output + errors
+    assert f"{ROWS} rows checked, 0 cannot be decoded." in output
+    assert "None: every row is there." in output
+    assert story.names() == before
+
+    story.store.fs.rm_file(f"{BUCKET}/out/report.html")
+    assert report.main([OUTPUT]) == 0
+    assert b"<html" in story.read("report.html")
+    capsys.readouterr()
+    assert compare_runs.main([OUTPUT, OUTPUT]) == 0
+    compared = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (compared["a"], compared["rows"]["same"], compared["rows"]["changed"]) == (OUTPUT, ROWS, 0)
+
+
+def test_a_writer_that_dies_in_the_middle_leaves_nothing(client: ObjectStore) -> None:
+    """SIGKILL while the body of a put is on its way."""
+    code = (
+        "import os, sys; from cluster.output.storage import Store;"
+        "Store(sys.argv[1]).write('data/x', os.urandom(1 << 25))"
+    )
+    url = f"s3://{BUCKET}/killed"
+    with client.app.holding_writes("killed/data/x"):
+        writer = subprocess.Popen([sys.executable, "-c", code, url], cwd=ROOT)
+        assert client.app.holding.wait(30)
+        writer.kill()
+        writer.wait()
+        client.app.let_go.set()
+        deadline = time.monotonic() + 10
+        while not client.app.incomplete and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert client.app.incomplete == 1
+    assert client.fs.find(f"{BUCKET}/killed") == []
+
+
+def test_a_write_that_the_store_refuses_publishes_nothing_and_the_old_stays(
+    client: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client's own patience, by the usual environment
+    monkeypatch.setattr("cluster.output.storage._PAUSES_S", (0.01, 0.01))
+    store = Store(f"s3://{BUCKET}/refused")
+    store.write("part", b"old")
+    with (
+        client.app.misbehaving(every=1, kinds=["500"]),
+        pytest.raises(StorageError, match=r"refused/part cannot be written: InternalError by request\.") as caught,
+    ):
+        store.write("part", b"new")
+    assert not caught.value.is_mistake
+    assert store.read("part") == b"old"
+
+
+def test_of_two_that_create_a_file_one_does_also_where_answers_are_lost(client: ObjectStore) -> None:
+    """An answer that is lost is asked for again; that the file is there by then must not make its maker doubt."""
+    store = Store(f"s3://{BUCKET}/created")
+    for round in range(6):
+        with client.app.misbehaving(every=2, kinds=["lost"]):
+            assert store.create(f"run-{round}", b"mine")
+            assert not store.create(f"run-{round}", b"yours")
+        assert store.read(f"run-{round}") == b"mine"
+
+
+def test_what_is_there_is_seen_at_once(client: ObjectStore) -> None:
+    """No listing is remembered: two stores, as of two processes, see each other's files and deletions."""
+    ours, theirs = Store(f"s3://{BUCKET}/listed"), Store(f"s3://{BUCKET}/listed/")
+    assert ours.names("data") == theirs.names("data") == []
+    for count in range(1, 4):
+        theirs.write(f"data/{count}", b"x")
+        assert ours.names("data") == [str(i + 1) for i in range(count)]
+        assert ours.exists(f"data/{count}")
+    theirs.delete("data/2")
+    assert ours.names("data") == ["1", "3"]
+    assert not ours.create("data/1", b"y")
+
+
+@pytest.fixture(scope="module")
+def keys_of_reader(object_store: ObjectStore) -> tuple[str, str]:
+    """Credentials that allow to read and to list, and no more."""
+    iam = object_store.client("iam")
+    iam.create_user(UserName="reader")
+    allowed = [{"Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "*"}]
+    policy = json.dumps({"Version": "2012-10-17", "Statement": allowed})
+    iam.put_user_policy(UserName="reader", PolicyName="read", PolicyDocument=policy)
+    key = iam.create_access_key(UserName="reader")["AccessKey"]
+    return key["AccessKeyId"], key["SecretAccessKey"]
+
+
+@pytest.fixture
+def reader(client: ObjectStore, keys_of_reader: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A store that asks for credentials, and an environment with those."""
+    for name, value in environment(client.endpoint, keys_of_reader).items():
+        monkeypatch.setenv(name, value)
+    with client.guarded():
+        yield
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which the main job ends before Ray starts."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert generate.main(list(arguments)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    [line] = shown.err.splitlines()
+    return line
+
+
+@pytest.mark.usefixtures("reader", "no_ray")
+@pytest.mark.parametrize("flag", ["--prompts", "--output"])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "The request signature we calculated does not match"),
+        ({"AWS_ACCESS_KEY_ID": "unknown"}, "The AWS Access Key Id you provided does not exist"),
+        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "Unable to locate credentials"),
+        ({"AWS_PROFILE": "nobody"}, "The config profile (nobody) could not be found"),
+    ],
+)
+def test_credentials_that_are_wrong_are_a_sentence(
+    changes: dict[str, str | None], reason: str, flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in changes.items():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    place = f"s3://{BUCKET}/in/prompts.jsonl" if flag == "--prompts" else f"s3://{BUCKET}/new"
+    others = ["--output", str(tmp_path / "out")] if flag == "--prompts" else []
+    line = refusal(capsys, flag, place, *others)
+    assert line.startswith(f"error: {place}")
+    assert f" cannot be read: {reason}" in line
+    assert "(credentials come from the usual environment, on every node" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("client", "no_ray")
+def test_a_bucket_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = refusal(capsys, "--output", "s3://nowhere/out")
+    assert line == "error: s3://nowhere/out cannot be written: The specified bucket does not exist."
+    line = refusal(capsys, "--prompts", "s3://nowhere/a.jsonl", "--output", str(tmp_path / "out"))
+    assert line == "error: --prompts s3://nowhere/a.jsonl does not exist."
+
+
+@pytest.mark.usefixtures("reader", "local_ray")
+def test_a_place_that_may_only_be_read_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert generate.main(["--output", f"s3://{BUCKET}/mine", "--limit", "4", "--workers", "1"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: s3://{BUCKET}/mine/.lease cannot be written: ")
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**_: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("cluster.driver.commands.ray_session", start)
