@@ -155,6 +155,12 @@ class WorkerInfo:
     """How the engine divides the device's memory, in one line."""
 
 
+COUNTED = (
+    "rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted", "foldable", "folded",
+)  # fmt: skip
+"""Fields of a worker's state that only grow, and that add up over workers."""
+
+
 @dataclass(frozen=True)
 class WorkerState:
     """A worker's live counters since its process started. ``pulse`` changes whenever decoding advances."""
@@ -169,6 +175,9 @@ class WorkerState:
     forwards: int = 0
     drafts_proposed: int = 0
     drafts_accepted: int = 0
+    foldable: int = 0
+    """Projections and feed-forward outputs that drafts could have inherited; ``folded``: those that they did."""
+    folded: int = 0
     busy_s: float = 0.0
     """Time with at least one row in the engine."""
     idle_s: float = 0.0

@@ -19,9 +19,9 @@ from cluster.driver.footprint import measure_model
 from cluster.driver.job import Job, helpers, limited
 from cluster.driver.places import choose_device, worker_count
 from cluster.driver.preflight import JobPlan, earlier_run, full_report
-from cluster.driver.progress import open_view
 from cluster.driver.session import OutputKeeper, ray_session
 from cluster.driver.signals import Interrupted, StopSignals
+from cluster.driver.views import open_view
 from cluster.errors import UserError
 from cluster.flags import as_flags
 from cluster.input.schema import carried_schema
