@@ -63,7 +63,7 @@ class BarView:
             TextColumn("{task.fields[head]}"), BarColumn(), TextColumn("{task.fields[tail]}"), console=console
         )
         self._task = self._bar.add_task("", total=None, head="starting", tail="", start=True)
-        self._live = Live(self._bar, console=console, refresh_per_second=4, vertical_overflow="crop")
+        self._live = Live(self._bar, console=console, auto_refresh=False)
         self._live.start()
 
     def show(self, snapshot: Snapshot) -> None:
@@ -71,13 +71,13 @@ class BarView:
         counts = snapshot.counts
         self._bar.update(self._task, completed=counts.rows, total=counts.total_rows, head=head, tail=tail)
         few = 0 < len(snapshot.workers) <= MAX_WORKERS
-        self._live.update(Group(self._bar, _table(snapshot)) if few else self._bar)
+        self._live.update(Group(self._bar, _table(snapshot)) if few else self._bar, refresh=True)
 
     def say(self, message: str) -> None:
         self._live.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._live.update(self._bar)
+        self._live.update(self._bar, refresh=True)
         self._live.stop()
 
 

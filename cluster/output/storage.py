@@ -203,8 +203,8 @@ class Store:
         for pause_s in () if self.is_local else _PAUSES_S:
             try:
                 return call(*args, **kwargs)
-            except OSError as error:
-                if is_lasting(error):
+            except Exception as error:
+                if is_lasting(error) or not (isinstance(error, OSError) or is_client_error(error)):
                     raise
             time.sleep(pause_s)
         return call(*args, **kwargs)
@@ -213,7 +213,7 @@ class Store:
         """Raise ``StorageError`` if the folder may not be looked into, or has no bucket to lie in."""
         with self._explained("read"):
             try:
-                self._again(self._fs.ls, self.root, detail=True)
+                self._fs.ls(self.root, detail=True)  # the first request: an address that is wrong is told at once
             except FileNotFoundError as error:
                 if lacks_bucket(error):
                     self._fail("written", "", error)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +32,12 @@ class Head:
     """Of the node, and so of its workers; commands against it need it, too."""
 
     def scrape(self) -> str:
-        with urllib.request.urlopen(self.metrics, timeout=10) as answer:
-            return str(answer.read().decode())
+        """The node's metrics now; none while the agent that serves them is starting."""
+        try:
+            with urllib.request.urlopen(self.metrics, timeout=10) as answer:
+                return str(answer.read().decode())
+        except urllib.error.URLError:
+            return ""
 
 
 @contextmanager

@@ -28,6 +28,18 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS, LOOPING, FAILING = 100, 45, 70
 PROMPTS, OUTPUT = f"s3://{BUCKET}/in/prompts.jsonl", f"s3://{BUCKET}/out"
 
+TASK = """
+description: Short arithmetic, as the bundled models were trained to answer it.
+data: {splits: {demo: {file: sums/prompts.jsonl}}}
+split: demo
+id: "{{ index }}"
+prompt: "{{ prompt }}"
+reference: {answer: "{{ answer }}"}
+max_new_tokens: 96
+grader: number
+metrics: {exact_match: {score: flexible, filter: flexible-extract}}
+"""
+
 
 @dataclass
 class Story:
@@ -149,6 +161,30 @@ def test_check_report_and_comparison_read_the_store(
     assert compare_runs.main([OUTPUT, OUTPUT]) == 0
     compared = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (compared["a"], compared["rows"]["same"], compared["rows"]["changed"]) == (OUTPUT, ROWS, 0)
+
+
+def test_an_evaluation_reads_its_rows_and_keeps_its_results_on_the_store(
+    object_store: ObjectStore, head: Head, tmp_path: Path
+) -> None:
+    """A task's folder and the output are both on the store; and so are the grades."""
+    (tmp_path / "sums.yaml").write_text(TASK)
+    prompts = (ROOT / "jobs" / "prompts.jsonl").read_bytes().splitlines(keepends=True)[:4]
+    object_store.fs.pipe_file(f"{BUCKET}/sums/prompts.jsonl", b"".join(prompts))
+    output = f"{BUCKET}/evaluation"
+    command = [
+        sys.executable, ROOT / "jobs" / "evaluate.py", "--tasks", tmp_path / "sums.yaml", "--workers", "1",
+        "--task-data", f"s3://{BUCKET}/sums", "--output", f"s3://{output}", "--device", "cpu",
+    ]  # fmt: skip
+    environment = head.environment | {"RAY_ADDRESS": head.address}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = json.loads(object_store.fs.cat_file(f"{output}/results.json"))
+    scores = results["results"]["sums"]
+    assert next(value for name, value in scores.items() if name.startswith("exact_match,")) == 1.0
+    names = {name.removeprefix(f"{output}/") for name in object_store.fs.find(output)}
+    folder = "sums/specfold-0.1"
+    assert {"plan.json", "comparison.md", "sums/items.jsonl", f"{folder}/data/train-0000000.parquet"} <= names
+    assert f"{folder}/grades/shard-0000000.json" in names
 
 
 def test_a_writer_that_dies_in_the_middle_leaves_nothing(client: ObjectStore) -> None:
