@@ -58,3 +58,15 @@ def head(object_store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) ->
     """A Ray head that jobs are submitted to, whose environment names the object store."""
     with running_head(tmp_path_factory.mktemp("head"), **object_store.environment) as head:
         yield head
+
+
+@pytest.fixture
+def s3(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """The same store, and this process as a client of it by the usual environment."""
+    import s3fs
+
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield object_store
+    s3fs.S3FileSystem.clear_instance_cache()

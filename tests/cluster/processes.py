@@ -24,14 +24,11 @@ DRIVER = """
 import json, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the driver has handlers: no traceback of an import
 from cluster.config import JobConfig
-from cluster.driver import check_job, leave, run_job
+from cluster.driver import leave, run_job
 from cluster.errors import UserError
 engine, settings = sys.argv[1], json.loads(sys.argv[2])
 try:
-    config = JobConfig(**settings)
-    if config.check:
-        leave(check_job(config))
-    leave(run_job(config, engine_factory="tests.cluster.fake_engine:" + engine))
+    leave(run_job(JobConfig(**settings), engine_factory="tests.cluster.fake_engine:" + engine))
 except UserError as error:
     print("error:", error, file=sys.stderr)
     sys.exit(error.exit_code)

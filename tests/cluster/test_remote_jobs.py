@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import s3fs
 
+from cluster.driver import check_job
 from cluster.output.storage import StorageError, Store
 from jobs import compare_runs, generate, report
 from tests.cluster.fake_engine import LOOP, NAN
@@ -97,16 +98,6 @@ def start(story: Story, head: Head, engine: str = "counting", **settings: Any) -
     return start_driver(story.folder, head.address, PROMPTS, engine, head.environment, **settings)
 
 
-@pytest.fixture
-def client(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    """This process as one that works with the store: by the usual environment."""
-    for name, value in object_store.environment.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    yield object_store
-    s3fs.S3FileSystem.clear_instance_cache()
-
-
 def test_a_job_on_a_store_that_fails_loses_and_changes_nothing(story: Story) -> None:
     assert set(story.made) == set(FAULTS), "the store was to misbehave in every way"
     table = story.rows()
@@ -116,9 +107,9 @@ def test_a_job_on_a_store_that_fails_loses_and_changes_nothing(story: Story) -> 
 
 def test_a_killed_driver_is_followed_at_once_and_its_parts_stand(story: Story) -> None:
     assert 4 <= story.parts_at_death < ROWS // 10
+    assert not [line for line in story.said if line.startswith("Run again:")]
     [resumed] = [line for line in story.said if line.startswith("Resuming:")]
     assert int(resumed.split()[1]) >= story.parts_at_death
-    assert not [line for line in story.said if line.startswith("Run again:")]
 
 
 def test_the_folder_holds_what_a_local_one_holds_and_nothing_else(story: Story) -> None:
@@ -135,7 +126,7 @@ def test_the_folder_holds_what_a_local_one_holds_and_nothing_else(story: Story) 
 
 def test_failed_rows_are_retried_and_only_their_part_is_written(story: Story, head: Head) -> None:
     before = {name: story.store.fs.info(f"{BUCKET}/out/{name}")["ETag"] for name in story.part_names()}
-    driver = start(story, head, "cured", retry_failed=True)
+    driver = start(story, head, "cured", retry_failed=True, workers=1)
     output, errors = driver.communicate(timeout=60)
     assert driver.returncode == 0, output + errors
     after = {name: story.store.fs.info(f"{BUCKET}/out/{name}")["ETag"] for name in story.part_names()}
@@ -144,12 +135,12 @@ def test_failed_rows_are_retried_and_only_their_part_is_written(story: Story, he
 
 
 def test_check_report_and_comparison_read_the_store(
-    story: Story, client: ObjectStore, head: Head, capsys: pytest.CaptureFixture[str]
+    story: Story, s3: ObjectStore, local_ray: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = story.names()
-    driver = start(story, head, check=True)
-    output, errors = driver.communicate(timeout=60)
-    assert driver.returncode == 0, output + errors
+    config = story.folder.config(PROMPTS, output=OUTPUT, shard_rows=10, quarantine=True)
+    assert check_job(config) == 0
+    output = capsys.readouterr().out
     assert f"{ROWS} rows checked, 0 cannot be decoded." in output
     assert "None: every row is there." in output
     assert story.names() == before
@@ -187,35 +178,35 @@ def test_an_evaluation_reads_its_rows_and_keeps_its_results_on_the_store(
     assert f"{folder}/grades/shard-0000000.json" in names
 
 
-def test_a_writer_that_dies_in_the_middle_leaves_nothing(client: ObjectStore) -> None:
+def test_a_writer_that_dies_in_the_middle_leaves_nothing(s3: ObjectStore) -> None:
     """SIGKILL while the body of a put is on its way."""
     code = (
         "import os, sys; from cluster.output.storage import Store;"
         "Store(sys.argv[1]).write('data/x', os.urandom(1 << 25))"
     )
     url = f"s3://{BUCKET}/killed"
-    with client.app.holding_writes("killed/data/x"):
+    with s3.app.holding_writes("killed/data/x"):
         writer = subprocess.Popen([sys.executable, "-c", code, url], cwd=ROOT)
-        assert client.app.holding.wait(30)
+        assert s3.app.holding.wait(30)
         writer.kill()
         writer.wait()
-        client.app.let_go.set()
+        s3.app.let_go.set()
         deadline = time.monotonic() + 10
-        while not client.app.incomplete and time.monotonic() < deadline:
+        while not s3.app.incomplete and time.monotonic() < deadline:
             time.sleep(0.02)
-    assert client.app.incomplete == 1
-    assert client.fs.find(f"{BUCKET}/killed") == []
+    assert s3.app.incomplete == 1
+    assert s3.fs.find(f"{BUCKET}/killed") == []
 
 
 def test_a_write_that_the_store_refuses_publishes_nothing_and_the_old_stays(
-    client: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # the client's own patience, by the usual environment
     monkeypatch.setattr("cluster.output.storage._PAUSES_S", (0.01, 0.01))
     store = Store(f"s3://{BUCKET}/refused")
     store.write("part", b"old")
     with (
-        client.app.misbehaving(every=1, kinds=["500"]),
+        s3.app.misbehaving(every=1, kinds=["500"]),
         pytest.raises(StorageError, match=r"refused/part cannot be written: InternalError by request\.") as caught,
     ):
         store.write("part", b"new")
@@ -223,17 +214,17 @@ def test_a_write_that_the_store_refuses_publishes_nothing_and_the_old_stays(
     assert store.read("part") == b"old"
 
 
-def test_of_two_that_create_a_file_one_does_also_where_answers_are_lost(client: ObjectStore) -> None:
+def test_of_two_that_create_a_file_one_does_also_where_answers_are_lost(s3: ObjectStore) -> None:
     """An answer that is lost is asked for again; that the file is there by then must not make its maker doubt."""
     store = Store(f"s3://{BUCKET}/created")
     for round in range(6):
-        with client.app.misbehaving(every=2, kinds=["lost"]):
+        with s3.app.misbehaving(every=2, kinds=["lost"]):
             assert store.create(f"run-{round}", b"mine")
             assert not store.create(f"run-{round}", b"yours")
         assert store.read(f"run-{round}") == b"mine"
 
 
-def test_what_is_there_is_seen_at_once(client: ObjectStore) -> None:
+def test_what_is_there_is_seen_at_once(s3: ObjectStore) -> None:
     """No listing is remembered: two stores, as of two processes, see each other's files and deletions."""
     ours, theirs = Store(f"s3://{BUCKET}/listed"), Store(f"s3://{BUCKET}/listed/")
     assert ours.names("data") == theirs.names("data") == []
@@ -259,11 +250,11 @@ def keys_of_reader(object_store: ObjectStore) -> tuple[str, str]:
 
 
 @pytest.fixture
-def reader(client: ObjectStore, keys_of_reader: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reader(s3: ObjectStore, keys_of_reader: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A store that asks for credentials, and an environment with those."""
-    for name, value in environment(client.endpoint, keys_of_reader).items():
+    for name, value in environment(s3.endpoint, keys_of_reader).items():
         monkeypatch.setenv(name, value)
-    with client.guarded():
+    with s3.guarded():
         yield
 
 
@@ -303,7 +294,7 @@ def test_credentials_that_are_wrong_are_a_sentence(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("client", "no_ray")
+@pytest.mark.usefixtures("s3", "no_ray")
 def test_a_bucket_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = refusal(capsys, "--output", "s3://nowhere/out")
     assert line == "error: s3://nowhere/out cannot be written: The specified bucket does not exist."

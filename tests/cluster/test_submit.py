@@ -31,18 +31,6 @@ def submit(head: Head, *arguments: str, options: tuple[str, ...] = ()) -> subpro
     return run
 
 
-def test_a_submitted_job_runs(head: Head, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    settings = ("--limit", "6", "--max-new-tokens", "24", "--workers", "1", "--shard-rows", "2")
-    run = submit(head, *settings, "--output", str(output))
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "Summary" in run.stdout
-    table = pq.read_table(output / "data")
-    assert table["row_id"].to_pylist() == list(range(6))
-    assert set(table["finish_reason"].to_pylist()) <= {"stop", "length"}
-    assert json.loads((output / "summary.json").read_text())["state"] == "done"
-
-
 def test_a_stopped_job_ends_in_time_and_goes_on_when_submitted_again(head: Head, tmp_path: Path) -> None:
     """``ray job stop`` gives SIGTERM and, three seconds later, SIGKILL."""
     output = tmp_path / "out"
