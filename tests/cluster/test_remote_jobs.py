@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import s3fs
 
 from cluster.driver import check_job
 from cluster.output.storage import StorageError, Store
-from jobs import compare_runs, generate, report
+from jobs import compare_runs, report
 from tests.cluster.fake_engine import LOOP, NAN
 from tests.cluster.head import Head
 from tests.cluster.jobs import VOLATILE, JobFolder
-from tests.cluster.object_store import BUCKET, FAULTS, ObjectStore, environment
+from tests.cluster.object_store import BUCKET, FAULTS, ObjectStore
 from tests.cluster.processes import assert_as_decoded, start_driver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,84 +233,3 @@ def test_what_is_there_is_seen_at_once(s3: ObjectStore) -> None:
     theirs.delete("data/2")
     assert ours.names("data") == ["1", "3"]
     assert not ours.create("data/1", b"y")
-
-
-@pytest.fixture(scope="module")
-def keys_of_reader(object_store: ObjectStore) -> tuple[str, str]:
-    """Credentials that allow to read and to list, and no more."""
-    iam = object_store.client("iam")
-    iam.create_user(UserName="reader")
-    allowed = [{"Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "*"}]
-    policy = json.dumps({"Version": "2012-10-17", "Statement": allowed})
-    iam.put_user_policy(UserName="reader", PolicyName="read", PolicyDocument=policy)
-    key = iam.create_access_key(UserName="reader")["AccessKey"]
-    return key["AccessKeyId"], key["SecretAccessKey"]
-
-
-@pytest.fixture
-def reader(s3: ObjectStore, keys_of_reader: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A store that asks for credentials, and an environment with those."""
-    for name, value in environment(s3.endpoint, keys_of_reader).items():
-        monkeypatch.setenv(name, value)
-    with s3.guarded():
-        yield
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line with which the main job ends before Ray starts."""
-    s3fs.S3FileSystem.clear_instance_cache()
-    assert generate.main(list(arguments)) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    [line] = shown.err.splitlines()
-    return line
-
-
-@pytest.mark.usefixtures("reader", "no_ray")
-@pytest.mark.parametrize("flag", ["--prompts", "--output"])
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "The request signature we calculated does not match"),
-        ({"AWS_ACCESS_KEY_ID": "unknown"}, "The AWS Access Key Id you provided does not exist"),
-        ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "Unable to locate credentials"),
-        ({"AWS_PROFILE": "nobody"}, "The config profile (nobody) could not be found"),
-    ],
-)
-def test_credentials_that_are_wrong_are_a_sentence(
-    changes: dict[str, str | None], reason: str, flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    for name, value in changes.items():
-        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    place = f"s3://{BUCKET}/in/prompts.jsonl" if flag == "--prompts" else f"s3://{BUCKET}/new"
-    others = ["--output", str(tmp_path / "out")] if flag == "--prompts" else []
-    line = refusal(capsys, flag, place, *others)
-    assert line.startswith(f"error: {place}")
-    assert f" cannot be read: {reason}" in line
-    assert "(credentials come from the usual environment, on every node" in line
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.usefixtures("s3", "no_ray")
-def test_a_bucket_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    line = refusal(capsys, "--output", "s3://nowhere/out")
-    assert line == "error: s3://nowhere/out cannot be written: The specified bucket does not exist."
-    line = refusal(capsys, "--prompts", "s3://nowhere/a.jsonl", "--output", str(tmp_path / "out"))
-    assert line == "error: --prompts s3://nowhere/a.jsonl does not exist."
-
-
-@pytest.mark.usefixtures("reader", "local_ray")
-def test_a_place_that_may_only_be_read_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    s3fs.S3FileSystem.clear_instance_cache()
-    assert generate.main(["--output", f"s3://{BUCKET}/mine", "--limit", "4", "--workers", "1"]) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert line.startswith(f"error: s3://{BUCKET}/mine/.lease cannot be written: ")
-
-
-@pytest.fixture
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(**_: object) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr("cluster.driver.commands.ray_session", start)
