@@ -23,8 +23,8 @@ BUCKET = "bucket"
 REGION = "us-east-1"
 KEYS = ("testing", "testing")
 FAULTS = ("500", "lost", "503", "cut", "hang", "reset")
-READ_TIMEOUT_S = 1.0
-HANG_S = 2.0
+READ_TIMEOUT_S = 0.7
+HANG_S = 1.2
 _CODES = {"500": ("500 Internal Server Error", "InternalError"), "503": ("503 Slow Down", "SlowDown")}
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -71,9 +72,7 @@ def write_prepared(home: Path, rows: list[dict[str, Any]]) -> None:
     folder = home / "words"
     folder.mkdir()
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-    code = "import sys, datasets; datasets.load_dataset(sys.argv[1])"
-    environment = os.environ | {"HF_HOME": str(home)}
-    subprocess.run([sys.executable, "-c", code, str(folder)], env=environment, check=True, capture_output=True)
+    datasets.load_dataset(str(folder), cache_dir=str(home / "datasets"))
     (home / "datasets" / "words").rename(home / "datasets" / "acme___words")
 
 
