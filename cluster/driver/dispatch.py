@@ -155,6 +155,7 @@ class Dispatcher:
         self._roster.prove(member.slot)
         member.open -= 1
         member.banked_rows += receipt.record.rows
+        member.banked_failed += receipt.record.num_failed
         self._hear(worker, member, receipt.state)
         self._host.finished(receipt.record)
         self._hand_out()

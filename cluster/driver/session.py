@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 import ray
 
+from cluster.config import without_secrets
 from cluster.driver.signals import Interrupted, StopSignals
 from cluster.errors import UserError
 from specfold import ConfigError, ModelError
@@ -88,13 +88,13 @@ class OutputKeeper:
     """A named actor that exists as long as the driver of an output does, so that one cluster has one."""
 
     def __init__(self, url: str, held_elsewhere: Callable[[], bool]) -> None:
-        self._name = "output " + hashlib.sha256(url.encode()).hexdigest()[:16]
+        self._name = f"output {without_secrets(url)}"
         self._url, self._held_elsewhere = url, held_elsewhere
         self._actor: Any = None
 
     def acquire(self) -> None:
         """``UserError`` if another driver in this cluster has the output; a dead one's actor takes a moment to go."""
-        keeper: Any = ray.remote(_Keeper)
+        keeper: Any = ray.remote(OutputLock)
         options = {"name": self._name, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": 0}
         deadline = time.monotonic() + _KEEPER_WAIT_S
         while True:
@@ -115,8 +115,8 @@ class OutputKeeper:
                 ray.kill(self._actor)
 
 
-class _Keeper:
-    pass
+class OutputLock:
+    """Does nothing but exist. Its name is what Ray's dashboard shows."""
 
 
 def ray_map(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.messages import RowKey, WorkerState
+from cluster.messages import COUNTED, RowKey, WorkerState
 from specfold.config import DecodeConfig
 from specfold.request import ERROR, Completion, Request
 
@@ -78,13 +78,7 @@ class DecodeLoop:
         self._alone = False
         self._closed = False
         self._waiting = 0
-        self._counts: dict[str, int] = dict.fromkeys(
-            (
-                "rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted",
-                "recomputed_rows",
-            ),
-            0,
-        )  # fmt: skip
+        self._counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._pulse = 0
         self._seconds = [0.0, 0.0]  # idle, busy
         self._busy = False
@@ -240,6 +234,8 @@ class DecodeLoop:
         counts["drafts_proposed"] += stats.drafts_proposed
         counts["drafts_accepted"] += stats.drafts_accepted
         counts["recomputed_rows"] += stats.recomputed_qkv_rows
+        counts["foldable"] += stats.foldable
+        counts["folded"] += stats.folded
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

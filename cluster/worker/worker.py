@@ -21,7 +21,7 @@ from cluster.messages import Failure, Receipt, ShardTask, WorkerInfo, WorkerPlan
 from cluster.models import local_folder
 from cluster.output.identity import device_kind, token_versions
 from cluster.output.lease import birth, holds
-from cluster.output.storage import Store
+from cluster.output.storage import StorageError, Store
 from cluster.worker.auditwork import AuditWork, reference
 from cluster.worker.decode import DecodeLoop, OpenShard
 from cluster.worker.guards import Specials
@@ -128,7 +128,13 @@ class Worker:
 
     def _load(self) -> WorkerInfo:
         plan = self._plan
-        if not holds(self._store, plan.token):
+        try:
+            sees_driver = holds(self._store, plan.token)
+        except StorageError as error:  # no credentials on this node, for instance
+            raise UserError(
+                f"{self._name} on {os.uname().nodename}: {error}", 2 if error.is_mistake else error.exit_code
+            ) from None
+        if not sees_driver:
             raise UserError(
                 f"{self._name} on {os.uname().nodename} does not see the driver's files in {self._store.url}: "
                 "--output must be a folder or URL that every node shares."
