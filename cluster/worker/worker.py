@@ -34,6 +34,7 @@ from cluster.worker.shardwork import ShardWork
 from specfold import ConfigError, DecodeConfig, ModelError
 
 MAX_OPEN_SHARDS = 4
+"""Shards that come, wait or decode; beside them as many may be on their way to the disk."""
 _WRITERS = 2
 """While one part waits for the disk the next is put together: with one thread workers wrote half as many rows."""
 
@@ -46,7 +47,7 @@ class Worker:
         self._store = Store(plan.output)
         self._decode: DecodeLoop | None = None
         self._running: dict[int, asyncio.Future[Failure | None]] = {}
-        self._arrived = self._open = self._opening_rows = 0
+        self._arrived = self._open = self._opening_rows = self._publishing = 0
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._writing = ThreadPoolExecutor(_WRITERS, "write")
         self._booked = (0.0, 0.0)
@@ -120,9 +121,14 @@ class Worker:
         del self._running[raw.index]
         if failure:
             return failure
-        record, num_bytes = await self._loop.run_in_executor(
-            self._writing, work.publish, self._store, self._name, started, self._spent()
-        )
+        self._publishing += 1
+        self._changed.set()
+        try:
+            record, num_bytes = await self._loop.run_in_executor(
+                self._writing, work.publish, self._store, self._name, started, self._spent()
+            )
+        finally:
+            self._publishing -= 1
         return Receipt(record, await self.progress(), num_bytes)
 
     def _spent(self) -> tuple[float, float]:
@@ -206,7 +212,8 @@ class Worker:
         assert self._decode is not None
         config = self._plan.config
         wanted = self._decode.wanted_rows(self._opening_rows) / ((config.shard_rows or 1) * config.num_samples)
-        return max(min(MAX_OPEN_SHARDS - self._open, math.ceil(wanted)), 0)
+        opened = max(self._open - self._publishing, self._publishing)
+        return max(min(MAX_OPEN_SHARDS - opened, math.ceil(wanted)), 0)
 
 
 def use_one_thread() -> None:
