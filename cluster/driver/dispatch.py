@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -214,9 +215,13 @@ class Dispatcher:
 
     def _hand_out(self) -> None:
         """Give shards to the workers that have room."""
-        turn = list(self._hungry)
-        while turn:
-            turn = [worker for worker in turn if self._feed_one(worker)]
+        turn = deque(self._hungry)
+        while turn and not self._ledger.drained:
+            worker = turn.popleft()
+            if self._feed_one(worker):
+                turn.append(worker)
+            elif worker in self._hungry and not self._ledger.takes_turns(worker):
+                return  # nothing for this one is nothing for the others
 
     def _feed_one(self, worker: str) -> bool:
         """Give a worker with room one shard, if there is one for it; says whether it has room for more."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-import statistics
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.cluster.processes import descendants
@@ -17,11 +17,10 @@ MIB = 1024 * 1024
 
 
 class MemoryWatch:
-    """Samples the memory of process ``pid`` and its descendants until ``stop``: in a Ray job that it started these are
-    the driver, Ray's own processes with the object store, and the workers."""
+    """Samples the memory of the processes that ``pids`` names until ``stop``."""
 
-    def __init__(self, pid: int, every_s: float = 0.5) -> None:
-        self._pid, self._every_s = pid, every_s
+    def __init__(self, pids: Callable[[], list[int]], every_s: float = 0.5) -> None:
+        self._pids, self._every_s = pids, every_s
         self.samples: list[tuple[float, int]] = []
         """Seconds since the start of the watch, and bytes of all processes together."""
         self.peak: Counter[str] = Counter()
@@ -39,16 +38,17 @@ class MemoryWatch:
     def peak_bytes(self) -> int:
         return self.peak.total()
 
-    def level(self, since_s: float, until_s: float) -> float:
-        """Median bytes between two moments of the watch."""
-        return statistics.median(size for at, size in self.samples if since_s <= at <= until_s)
-
     def _watch(self) -> None:
         while not self._stopped.wait(self._every_s):
-            found = memory_by_name([self._pid, *descendants(self._pid)])
+            found = memory_by_name(self._pids())
             self.samples.append((time.monotonic() - self._began, found.total()))
             if found.total() > self.peak.total():
                 self.peak = found
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it: of a driver that started Ray also Ray's own, with the object store, and workers."""
+    return [pid, *descendants(pid)]
 
 
 def memory_by_name(pids: list[int]) -> Counter[str]:
