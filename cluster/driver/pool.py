@@ -30,7 +30,7 @@ from cluster.worker.worker import Worker
 _RETRY_S = 1.0
 _METRICS_S = 1.0
 _SMALL_BYTES = 50_000
-"""Rows of a shard that travel within the call: the object store costs a millisecond, Ray's limit for a call is 100 kB."""
+"""Rows of a shard that travel within the call: the object store costs a millisecond, and Ray takes up to 100 kB."""
 _NOT_BY_ROWS = ("SIGTERM", "node has died", "INTENDED", "preempt", "node was terminated")
 """Signs in Ray's report of a death that no row caused it."""
 

@@ -17,7 +17,6 @@ from cluster.messages import RowKey, WorkerState
 from specfold.config import DecodeConfig
 from specfold.request import ERROR, Completion, Request
 
-
 AHEAD_S = 1.0
 """Rows that wait should last this long, by the engine's pace so far: a shard takes its time to arrive and to be
 prepared. An engine that takes a second for a batch needs no more than a batch to wait; one that decodes thousands of

@@ -4,10 +4,10 @@
     python -m tests.cluster.bench_ray_data --rows 300000 --pairs 0 --kill
     python -m tests.cluster.bench_ray_data --rows 100000 --only job
 
-Each run is a command of its own with a Ray of its own: one of ours, one of Ray Data (``read_json``, ``map_batches`` with
-the engine's function, ``write_parquet``), in turn. Measured from the start of the command: seconds, the time to the first
-part, peak memory of all processes (PSS). ``--kill`` ends each with SIGKILL of its driver halfway and counts what is left;
-ours is then run again. Prints a line a run; the last one is JSON.
+Each run is a command of its own with a Ray of its own: one of ours, one of Ray Data (``read_json``, ``map_batches``
+with the engine's function, ``write_parquet``), in turn. Measured from the start of the command: seconds, the time to
+the first part, peak memory of all processes (PSS). ``--kill`` ends each with SIGKILL of its driver on the way and
+counts what is left; ours is then run again. Prints a line a run; the last one is JSON.
 """
 
 from __future__ import annotations
@@ -139,7 +139,12 @@ class Run:
             with suppress(pa.ArrowInvalid, OSError):
                 names += pq.read_table(path, columns=["id"])["id"].to_pylist()
                 readable += 1
-        return {"files": len(self._parts()), "readable": readable, "rows": len(names), "different_rows": len(set(names))}
+        return {
+            "files": len(self._parts()),
+            "readable": readable,
+            "rows": len(names),
+            "different_rows": len(set(names)),
+        }
 
     def _require_success(self, driver: subprocess.Popen[str]) -> None:
         output, errors = driver.communicate()
@@ -160,9 +165,12 @@ def decode_batch(batch: pa.Table) -> pa.Table:
     """The engine's function on every row; fewer columns than a part of ours has."""
     ids = batch["prompt_token_ids"].to_pylist()
     done = [echo(Request(prompt)) for prompt in ids]
-    return batch.drop_columns(["prompt_token_ids"]).append_column("output_text", [[c.text for c in done]]).append_column(
-        "output_token_ids", [[c.token_ids for c in done]]
-    ).append_column("finish_reason", [[c.finish_reason for c in done]])
+    return (
+        batch.drop_columns(["prompt_token_ids"])
+        .append_column("output_text", [[c.text for c in done]])
+        .append_column("output_token_ids", [[c.token_ids for c in done]])
+        .append_column("finish_reason", [[c.finish_reason for c in done]])
+    )
 
 
 def _note(run: dict[str, Any]) -> dict[str, Any]:

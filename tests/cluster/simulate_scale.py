@@ -2,8 +2,8 @@
 
     python -m tests.cluster.simulate_scale --workers 512 --rows 10000000
 
-What is real: the dispatcher, the ledger, the roster and the summary's tally; the input comes one shard at a time. Each worker decodes ``batch``
-rows at a time and pulls the next when one is done; how long a row takes is drawn from a log-normal distribution. Prints
+What is real: the dispatcher, the ledger, the roster and the summary's tally. Each worker decodes ``batch`` rows at a
+time and pulls the next when one is done; how long a row takes is drawn from a log-normal distribution. Prints
 one line of JSON: the driver's processor time a row and how many rows a second that would feed, its memory at a tenth of
 the run and at the end, and the workers' idle time, of which the tail is the part after nothing was left to hand out.
 """
@@ -34,8 +34,9 @@ from cluster.worker.worker import MAX_OPEN_SHARDS
 from specfold import DecodeStats
 from tests.cluster.simulation import SimHost, SimPool
 
-MEAN_ROW_S, SIGMA = 2.0, 1.0
-"""A row's time in the engine: mean in seconds, and spread of its logarithm (the 99th percentile is 6 times the mean)."""
+MEAN_ROW_S, SIGMA, MOST = 2.0, 1.0, 10.0
+"""A row's time in the engine: mean in seconds, spread of its logarithm (the 99th percentile is 6 times the mean), and
+the longest as a multiple of the mean, for ``--max-new-tokens`` cuts rows."""
 LOAD_S, HOP_S = 30.0, 0.005
 
 
@@ -86,7 +87,8 @@ class SlotPool(SimPool):
         self.handed_out_at = self.now
         me.missing[work.index], me.left[work.index] = work, work.input_rows
         draw, middle = self._random.lognormvariate, math.log(MEAN_ROW_S) - SIGMA**2 / 2
-        me.waiting.extend((work.index, draw(middle, SIGMA)) for _ in range(work.input_rows))
+        rows = (min(draw(middle, SIGMA), MOST * MEAN_ROW_S) for _ in range(work.input_rows))
+        me.waiting.extend((work.index, seconds) for seconds in rows)
         self._fill(worker, me)
 
     def invite(self, worker: str, assigned: int) -> None:
@@ -175,7 +177,9 @@ def resident_mib() -> float:
     return round(int(found[1]) / 1024, 1) if found else 0.0
 
 
-def simulate(workers: int, rows: int, *, batch: int = 32, shard_rows: int | None = None, seed: int = 0) -> dict[str, Any]:
+def simulate(
+    workers: int, rows: int, *, batch: int = 32, shard_rows: int | None = None, seed: int = 0
+) -> dict[str, Any]:
     """Run the job; what it was like for the driver and for the workers."""
     size = shard_rows or default_shard_rows(rows)
     pool, host = SlotPool(workers, batch, seed), TallyHost(rows)
@@ -192,7 +196,8 @@ def simulate(workers: int, rows: int, *, batch: int = 32, shard_rows: int | None
     return {
         "workers": workers, "rows": rows, "shard_rows": size, "batch": batch, "run_s": round(run_s),
         "rows_done": host.tally.rows, "idle_share": round(idle, 4),
-        "tail_s": round(pool.now - pool.handed_out_at, 1), "workers_done_before_end_s": round(sum(after) / len(after), 1),
+        "tail_s": round(pool.now - pool.handed_out_at, 1),
+        "workers_done_before_end_s": round(sum(after) / len(after), 1),
         "driver_us_a_row": round(spent.seconds / rows * 1e6, 2),
         "driver_rows_per_s": round(rows / spent.seconds), "needed_rows_per_s": round(rows / run_s),
         "most_shards_in_flight": pool.most_in_flight, "driver_mib": host.memory,
