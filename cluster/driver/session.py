@@ -25,8 +25,8 @@ NAMESPACE = "specfold"
 _KEEPER_WAIT_S = 5.0
 _PROBE_S = 10.0
 _LOCAL_RAY = {"num_workers_soft_limit": 0}
-"""Helper processes end once they are idle for a second. Ray would keep one a core, each as large as a worker: on two
-cores a third of all memory for the rest of the job."""
+"""Helper processes may end once they are idle: Ray would keep one a core, with all that it has loaded, for the rest of
+the job. The peak, which is at the start, is not lower by it."""
 
 
 @contextlib.contextmanager

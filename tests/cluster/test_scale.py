@@ -30,7 +30,7 @@ def test_workers_are_hardly_idle_where_few_rows_take_long() -> None:
 def test_the_driver_feeds_many_workers_with_time_to_spare() -> None:
     found = simulate(128, 50_000, batch=16, shard_rows=32)
     assert found["rows_done"] == 50_000
-    assert found["driver_rows_per_s"] > 5 * found["needed_rows_per_s"]  # measured: about 60 times
+    assert found["driver_rows_per_s"] > 5 * found["needed_rows_per_s"]  # measured on busy cores: 120 times
     assert found["most_shards_in_flight"] <= 128 * MAX_OPEN_SHARDS
 
 
