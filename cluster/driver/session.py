@@ -24,6 +24,9 @@ from specfold import ConfigError, ModelError
 NAMESPACE = "specfold"
 _KEEPER_WAIT_S = 5.0
 _PROBE_S = 10.0
+_LOCAL_RAY = {"num_workers_soft_limit": 0}
+"""Helper processes may end once they are idle: Ray would keep one a core, with all that it has loaded, for the rest of
+the job. The peak, which is at the start, is not lower by it."""
 
 
 @contextlib.contextmanager
@@ -39,7 +42,7 @@ def ray_session(address: str | None, workers: int | None, signals: StopSignals) 
     if address is None:
         # Workers that were asked for must all find a place; more than the cores is the user's choice.
         options |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, workers or 1)}
-        options |= {"logging_level": logging.ERROR}
+        options |= {"logging_level": logging.ERROR, "_system_config": _LOCAL_RAY}
     else:
         _probe(address)
         options |= {"address": address, "logging_level": logging.WARNING}
