@@ -274,7 +274,7 @@ def _engine_that_answers(args: argparse.Namespace) -> tuple[Engine, list[Questio
 
 
 def _random_engines(args: argparse.Namespace, deadline: float) -> Iterator[tuple[str, Engine]]:
-    """Each shape with an engine of random weights, until the time is over. Callers let go of it before they ask for the next."""
+    """Each shape with an engine of random weights, until the time is over. Callers let go of one before the next."""
     device = torch.device(args.device)
     check_backend(args.backend, device)
     for shape in args.shape:
