@@ -155,6 +155,13 @@ class WorkerInfo:
     """How the engine divides the device's memory, in one line."""
 
 
+COUNTED = (
+    "rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted",
+    "recomputed_rows", "foldable", "folded",
+)  # fmt: skip
+"""Fields of a worker's state that only grow, and that add up over workers."""
+
+
 @dataclass(frozen=True)
 class WorkerState:
     """A worker's live counters since its process started. ``pulse`` changes whenever decoding advances."""
@@ -171,6 +178,9 @@ class WorkerState:
     drafts_accepted: int = 0
     recomputed_rows: int = 0
     """Positions whose QKV was computed, summed over layers and forwards."""
+    foldable: int = 0
+    """Projections and feed-forward outputs that drafts could have inherited; ``folded``: those that they did."""
+    folded: int = 0
     busy_s: float = 0.0
     """Time with at least one row in the engine."""
     idle_s: float = 0.0

@@ -22,6 +22,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,6 @@ def bench_auto(args: argparse.Namespace) -> dict[str, Any]:
             found = measure_choice(resized, questions, config, batch, args.drafts, args.repeats, args.choose_seconds)
             records += [{"size": size} | record for record in found]
             print(json.dumps(records[-1]), file=sys.stderr, flush=True)
-            _free_memory(args.device)
         del resized
         _free_memory(args.device)
     return make_part("auto", args.device, _settings(args), records)
@@ -124,10 +124,7 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
 
     deadline = time.monotonic() + args.seconds
     records = []
-    for shape in args.shape:
-        if time.monotonic() > deadline:
-            break
-        engine = _random_engine(shape, args)
+    for shape, engine in _random_engines(args, deadline):
         for batch in args.batch_size:
             for drafts in args.drafts:
                 folds = [(fold, None) for fold in ((None, args.fold) if drafts else (None,))]
@@ -138,8 +135,7 @@ def bench_step(args: argparse.Namespace) -> dict[str, Any]:
                     cost = measure_step(engine, batch, drafts, *settings)
                     records.append({"shape": shape} | cost.to_dict())
                     print(json.dumps(records[-1]), file=sys.stderr, flush=True)
-        del engine
-        _free_memory(args.device)
+        del engine  # before the next one is made
     return make_part("step", args.device, _settings(args), records)
 
 
@@ -149,10 +145,7 @@ def bench_throughput(args: argparse.Namespace) -> dict[str, Any]:
 
     deadline = time.monotonic() + args.seconds
     records = []
-    for shape in args.shape:
-        if time.monotonic() > deadline:
-            break
-        engine = _random_engine(shape, args)
+    for shape, engine in _random_engines(args, deadline):
         for batch in args.batch_size:
             base = DecodeConfig(mode="vanilla", drafts=args.drafts, max_new_tokens=args.max_new_tokens)
             for name, config in mode_configs(args.mode, base, [args.delta], [args.delta_time]).items():
@@ -170,9 +163,7 @@ def bench_throughput(args: argparse.Namespace) -> dict[str, Any]:
                     | {"over_official": official and round(result.tokens_per_s / official, 2)}
                 )
                 print(json.dumps(records[-1]), file=sys.stderr, flush=True)
-                _free_memory(args.device)
-        del engine
-        _free_memory(args.device)
+        del engine  # before the next one is made
     return make_part("throughput", args.device, _settings(args), records)
 
 
@@ -293,12 +284,17 @@ def _engine_that_answers(args: argparse.Namespace) -> tuple[Engine, list[Questio
     return engine, read_questions(engine, args.prompt_file, args.prompts)
 
 
-def _random_engine(shape: str, args: argparse.Namespace) -> Engine:
+def _random_engines(args: argparse.Namespace, deadline: float) -> Iterator[tuple[str, Engine]]:
+    """Each shape with an engine of random weights, until the time is over. Callers let go of one before the next."""
     if args.dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {args.dtype!r}.")
     device = usable_device(args.device)
     check_backend(args.backend, device)
-    return random_engine(shape, device, DTYPES[args.dtype], args.backend)
+    for shape in args.shape:
+        if time.monotonic() > deadline:
+            return
+        yield shape, random_engine(shape, device, DTYPES[args.dtype], args.backend)
+        _free_memory(args.device)
 
 
 def resize(engine: Engine, size: str) -> Engine:

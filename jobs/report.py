@@ -14,14 +14,15 @@ def main(argv: Sequence[str]) -> int:
     """Write OUTPUT/report.html; a mistake is one line and exit code 2."""
     from cluster.errors import UserError
     from cluster.output.report import REPORT, rebuild
-    from cluster.output.storage import Store
+    from cluster.output.storage import Store, mistakes_of_place
 
     if len(argv) != 1 or not argv[0] or argv[0].startswith("-"):
         print("usage: python jobs/report.py OUTPUT, the folder or URL of a run", file=sys.stderr)
         return 0 if argv[:1] == ["--help"] else 2
     try:
         store = Store(argv[0])
-        rebuild(store)
+        with mistakes_of_place():
+            rebuild(store)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -74,9 +74,9 @@ def build_branches(
 ) -> BranchTable:
     """The main states and their drafts from the last accepted distribution.
 
-    A draft is void in a block's first step, where its formula goes beyond the masks left or the vocabulary, where it would end the row
-    (nothing follows it), and where its slot has ``graph.budget`` better ones. Branches without a mask are final, those
-    of finished main states too.
+    A draft is void in a block's first step, where its formula goes beyond the masks left or the vocabulary, where it
+    would end the row (nothing follows it), and where its slot has ``graph.budget`` better ones. Branches without a mask
+    are final, those of finished main states too.
     """
     main_ST = slots.state_ST
     masked_ST = main_ST == mask_id

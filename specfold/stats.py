@@ -50,10 +50,19 @@ class DecodeStats:
         return self.output_tokens / self.num_forwards if self.num_forwards else None
 
     @property
+    def foldable(self) -> int:
+        """What drafts could have inherited: a QKV and a feed-forward output for each position and layer."""
+        return 2 * sum(self.draft_rows) * len(self.folded_qkv)
+
+    @property
+    def folded(self) -> int:
+        """What they did inherit."""
+        return sum(map(sum, self.folded_qkv)) + sum(map(sum, self.folded_ffn))
+
+    @property
     def fold_rate(self) -> float | None:
         """Mean of the folded QKV and FFN shares over foldable draft positions and layers; None without drafts."""
-        total = sum(self.draft_rows) * len(self.folded_qkv)
-        return (sum(map(sum, self.folded_qkv)) + sum(map(sum, self.folded_ffn))) / (2 * total) if total else None
+        return self.folded / self.foldable if self.foldable else None
 
     @property
     def fold_rate_by_layer(self) -> list[float]:

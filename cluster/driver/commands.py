@@ -18,9 +18,9 @@ from cluster.driver.footprint import measure_model
 from cluster.driver.job import Job, helpers, limited
 from cluster.driver.places import choose_device, worker_count
 from cluster.driver.preflight import JobPlan, earlier_run, full_report
-from cluster.driver.progress import open_view
 from cluster.driver.session import OutputKeeper, ray_session
 from cluster.driver.signals import Interrupted, StopSignals
+from cluster.driver.views import open_view
 from cluster.errors import UserError
 from cluster.flags import as_flags
 from cluster.input.schema import carried_schema
@@ -34,7 +34,7 @@ from cluster.output.lease import Lease, is_held
 from cluster.output.push import require_token
 from cluster.output.resume import survey
 from cluster.output.rundir import RunDir, RunFile
-from cluster.output.storage import StorageError, Store
+from cluster.output.storage import Store, mistakes_of_place
 from specfold import ConfigError, ModelError
 from specfold.checkpoint import check_settings
 
@@ -111,7 +111,7 @@ def _run(
     signals.last_words.append(lease.release)
     try:
         keeper.acquire()
-        with _mistakes_of_output():
+        with mistakes_of_place():
             lease.acquire()
         job = Job(
             config, source, model, store, lease=lease, token=token, signals=signals, events=events, view=view,
@@ -129,21 +129,10 @@ def _run(
 
 def _open_output(config: JobConfig) -> tuple[Store, RunFile | None]:
     """The output folder, which may not be there yet, and the run in it. Refuses what can be no output, makes none."""
-    with _mistakes_of_output():
+    with mistakes_of_place():
         store = Store(config.output)
         store.require_writable()
         return store, RunDir(store).read()
-
-
-@contextmanager
-def _mistakes_of_output() -> Iterator[None]:
-    """A place that can take no output is a mistake of the command, unlike a disk that fills up."""
-    try:
-        yield
-    except StorageError as error:
-        if error.is_mistake:
-            raise UserError(str(error)) from None
-        raise
 
 
 def _check(config: JobConfig, signals: StopSignals) -> int:

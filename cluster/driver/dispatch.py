@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -75,7 +76,8 @@ class Dispatcher:
         self._pool, self._ledger, self._host, self._events = pool, ledger, host, events
         self._stall_s, self._clock = stall_s, clock
         self._roster = Roster()
-        self._hungry: dict[str, None] = {}  # workers with room, in the order in which they said so
+        self._hungry: dict[str, int] = {}
+        """Workers with room for so many shards, in the order in which they said so."""
         self._wanted = 0
         self._early = True
         self._ticked = self._sized = float("-inf")
@@ -124,7 +126,7 @@ class Dispatcher:
                 member.unanswered, member.answered = False, True
                 self._hear(event.worker, member, event.state)
             case Room():
-                self._hungry[event.worker] = None
+                self._hungry[event.worker] = event.shards
                 self._hand_out()
             case Done():
                 self._done(event.worker, member, event.receipt)
@@ -148,13 +150,14 @@ class Dispatcher:
             return
         member.info, member.answered = info, True
         member.heard = member.moved = self._clock()
-        self._pool.invite(worker)
+        self._pool.invite(worker, 0)
 
     def _done(self, worker: str, member: Member, receipt: Receipt) -> None:
         self._pool.forget(self._ledger.done(receipt.record.index))
         self._roster.prove(member.slot)
         member.open -= 1
         member.banked_rows += receipt.record.rows
+        member.banked_failed += receipt.record.num_failed
         self._hear(worker, member, receipt.state)
         self._host.finished(receipt.record)
         self._hand_out()
@@ -213,15 +216,29 @@ class Dispatcher:
 
     def _hand_out(self) -> None:
         """Give shards to the workers that have room."""
-        for worker in list(self._hungry):
-            member = self._roster.members[worker]
-            work = self._ledger.take(worker, member.slot, only=self._roster.is_only(member))
-            if work is None:
-                continue
-            del self._hungry[worker]
-            member.moved = member.moved if member.open else self._clock()
-            member.assigned, member.open = member.assigned + 1, member.open + 1
-            self._pool.submit(worker, work, work.task(self._host.identity), member.assigned)
+        turn = deque(self._hungry)
+        while turn and not self._ledger.drained:
+            worker = turn.popleft()
+            if self._feed_one(worker):
+                turn.append(worker)
+            elif worker in self._hungry and not self._ledger.takes_turns(worker):
+                return  # nothing for this one is nothing for the others
+
+    def _feed_one(self, worker: str) -> bool:
+        """Give a worker with room one shard, if there is one for it; says whether it has room for more."""
+        member = self._roster.members[worker]
+        work = self._ledger.take(worker, member.slot, only=self._roster.is_only(member))
+        if work is None:
+            return False
+        member.moved = member.moved if member.open else self._clock()
+        member.assigned, member.open = member.assigned + 1, member.open + 1
+        self._pool.submit(worker, work, work.task(self._host.identity))
+        self._hungry[worker] -= 1
+        if self._hungry[worker]:
+            return True
+        del self._hungry[worker]
+        self._pool.invite(worker, member.assigned)
+        return False
 
     def _fill(self) -> None:
         """Start a worker in every free slot while there is something to hand out."""

@@ -20,9 +20,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Room:
-    """The worker has room for another shard."""
+    """The worker has room for so many more shards."""
 
     worker: str
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ class Pool(Protocol):
         """Start a worker: ``Ready``, ``Failed`` or ``Died`` follows, perhaps after a wait for resources."""
         ...
 
-    def submit(self, worker: str, work: Work, task: ShardTask, assigned: int) -> None:
-        """Give a worker its ``assigned``-th shard: ``Done``, ``Failed`` or ``Died`` follows, and ``Room``."""
+    def submit(self, worker: str, work: Work, task: ShardTask) -> None:
+        """Give a worker a shard: ``Done``, ``Failed`` or ``Died`` follows."""
         ...
 
-    def invite(self, worker: str) -> None:
-        """Ask a worker that has no shard yet for ``Room``."""
+    def invite(self, worker: str, assigned: int) -> None:
+        """Ask a worker for ``Room``, which it has once all of its ``assigned`` shards have arrived."""
         ...
 
     def forget(self, work: Work) -> None:

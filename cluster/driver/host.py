@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.driver.audit import Audit
-from cluster.driver.progress import Snapshot, View, WarmUp
+from cluster.driver.metrics import JobMetrics
+from cluster.driver.progress import Counts, Progress, Snapshot, WarmUp
 from cluster.driver.roster import Live
+from cluster.driver.views import View
 from cluster.messages import AuditRecord, ShardRecord, WorkerInfo, WorkerState
 from cluster.output.history import History
 from cluster.output.identity import DEVICE, differences, other_versions, token_versions
@@ -73,6 +75,7 @@ class SummaryFile:
         preflight: dict[str, Any] | None = None,
     ) -> None:
         self._preflight = preflight
+        self.url = store.url
         self._store, self._tally, self._total_rows, self._say = store, tally, total_rows, say
         self._history = History()
         self._report = Report(store, tally)
@@ -81,6 +84,8 @@ class SummaryFile:
         self._seconds: float | None = None
         self.audit: dict[str, Any] | None = None
         """What the audit has found so far, if one was asked for."""
+        self.live: dict[str, Any] | None = None
+        """Where the job is now, told only while it runs."""
         self._before = read_summary(store)
         self._sessions = self._before.get("sessions", [])[-_MAX_SESSIONS:]
         self._versions = token_versions() | other_versions() | {"git": _git_commit()}
@@ -108,7 +113,9 @@ class SummaryFile:
         values["sessions"] = [*self._sessions, session]
         if self._preflight is not None:
             values["preflight"] = self._preflight
-        if state != "running":
+        if state == "running":
+            values["live"] = self.live
+        else:
             self._history.add(seconds, self._tally.rows, self._tally.session_tokens)
         values["history"] = self._history.points()
         if not self._tally.session_rows:
@@ -151,7 +158,7 @@ class JobHost:
         self._total_rows, self._check = total_rows, check
         self._shown = self._written = time.monotonic()
         self._audit: Audit | None = None
-        self._warm_up = WarmUp()
+        self._progress, self._warm_up, self._metrics = Progress(), WarmUp(), JobMetrics(summary.url)
 
     @property
     def identity(self) -> str:
@@ -186,28 +193,37 @@ class JobHost:
         now = time.monotonic()
         if now - self._shown >= SHOW_S and self._audit is None:
             self._shown = now
-            snapshot = self._snapshot(live, wanted)
+            snapshot = self._look(live, wanted)
             self._view.show(snapshot)
-            estimate = self._warm_up.estimate(snapshot)
+            self._metrics.update(snapshot)
+            estimate = self._warm_up.estimate(snapshot.counts)
             if estimate:
                 self._view.say(estimate)
-            self._summary.note(snapshot.rows, snapshot.output_tokens)
+            self._summary.note(snapshot.counts.rows, snapshot.counts.output_tokens)
+            self._summary.live = snapshot.to_dict()
         if now - self._written >= SUMMARY_S and self.identity:
             self._written = now
             self._summary.write("running")
 
-    def _snapshot(self, live: Live, wanted: int) -> Snapshot:
+    def conclude(self, live: Live, wanted: int) -> None:
+        """Every part is published: let the metrics end with the final figures."""
+        self._metrics.update(self._look(live, wanted), is_last=True)
+
+    def _look(self, live: Live, wanted: int) -> Snapshot:
+        return self._progress.snapshot(self._counts(live), live, wanted)
+
+    def _counts(self, live: Live) -> Counts:
         rows = self._tally.rows + live.unfinished_rows
-        return Snapshot(
+        return Counts(
             rows=rows if self._total_rows is None else min(rows, self._total_rows),
             total_rows=self._total_rows,
-            rows_failed=live.failed,
+            rows_failed=self._tally.num_failed + live.unfinished_failed,
             output_tokens=live.output_tokens,
             drafts_proposed=live.drafts_proposed,
             drafts_accepted=live.drafts_accepted,
             recomputed_rows=live.recomputed_rows,
-            workers_up=live.workers_up,
-            workers=wanted,
+            foldable=live.foldable,
+            folded=live.folded,
         )
 
 

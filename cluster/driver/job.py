@@ -23,9 +23,9 @@ from cluster.driver.ledger import Ledger
 from cluster.driver.places import choose_device, worker_count, worker_resources
 from cluster.driver.pool import RayPool
 from cluster.driver.preflight import short_report
-from cluster.driver.progress import View
 from cluster.driver.session import ray_map, worker_environment
 from cluster.driver.signals import Interrupted, StopSignals
+from cluster.driver.views import View
 from cluster.errors import UserError
 from cluster.input.schema import Map, carried_schema
 from cluster.input.shards import InputSource
@@ -186,6 +186,7 @@ class Job:
         try:
             dispatcher = Dispatcher(pool, Ledger(feed), host, self._events, stall_s=config.stall_timeout)
             dispatcher.run()
+            host.conclude(dispatcher.live(), pool.wanted())
             self._num_shards = feed.num_shards
             if config.audit:
                 self._audit(config, dispatcher, host, summary)

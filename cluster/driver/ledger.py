@@ -63,6 +63,8 @@ class Ledger:
         self._again: deque[Work] = deque()
         self._suspected: deque[Work] = deque()
         self._out: dict[int, tuple[str, Work]] = {}
+        self._held: dict[str, dict[int, Work]] = {}
+        """The same by worker, for with hundreds of workers every question about one would look through all."""
         self._kills: dict[RowKey, list[int]] = {}
         """Deaths with a row alone in the engine, as numbers of deaths."""
         self._deaths = self._from_outside = 0
@@ -83,7 +85,11 @@ class Ledger:
         return sorted([*self._out, *(w.index for w in (*self._again, *self._suspected))])
 
     def running(self, worker: str) -> list[Work]:
-        return [work for owner, work in self._out.values() if owner == worker]
+        return list(self._held.get(worker, {}).values())
+
+    def takes_turns(self, worker: str) -> bool:
+        """Whether another worker may get a shard although this one has got none: because of suspects."""
+        return bool(self._suspected) or any(work.alone for work in self.running(worker))
 
     def take(self, worker: str, slot: int = 0, *, only: bool = True) -> Work | None:
         """The next shard for a worker that has room; None if there is none for it now.
@@ -101,11 +107,13 @@ class Ledger:
             work = self._feed.take()
         if work is not None:
             self._out[work.index] = (worker, work)
+            self._held.setdefault(worker, {})[work.index] = work
         return work
 
     def done(self, index: int) -> Work:
         """A shard's part is published."""
-        _, work = self._out.pop(index)
+        worker, work = self._out.pop(index)
+        del self._held[worker][index]
         self._clear(work.alone)
         return work
 
@@ -127,7 +135,7 @@ class Ledger:
         self._deaths += bool(suspects)
         if lone and proven:
             self._kills.setdefault(lone, []).append(self._deaths)
-        for work in sorted(self.running(worker), key=lambda work: work.index):
+        for work in sorted(self._held.pop(worker, {}).values(), key=lambda work: work.index):
             del self._out[work.index]
             mine = sorted(key for key in suspects if _holds(work, key))
             self._clear(_passed(work, mine))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from cluster.messages import Flight, WorkerInfo, WorkerState
+from cluster.messages import COUNTED, Flight, WorkerInfo, WorkerState
 
 MAX_BARREN = 3
-_SUMMED = (
-    "rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted", "recomputed_rows",
-)  # fmt: skip
+WAITING, LOADING, DECODING, IDLE, ENDING = STATES = ("waiting", "loading", "decoding", "idle", "ending")
+"""What a worker may be at; waiting is for a place in the cluster."""
 
 
 @dataclass
@@ -36,7 +35,8 @@ class Member:
     open: int = 0
     """Shards it has now."""
     banked_rows: int = 0
-    """Rows of its published shards."""
+    """Rows of its published shards; ``banked_failed``: those of them that failed."""
+    banked_failed: int = 0
     idle_since: float | None = None
     dying: bool = False
     cause: str = ""
@@ -51,20 +51,45 @@ class Member:
     def working(self) -> bool:
         return self.open > 0 or self.state.active_rows > 0
 
+    @property
+    def doing(self) -> str:
+        """One of ``STATES``."""
+        if self.dying:
+            return ENDING
+        if self.info is None:
+            return LOADING if self.answered else WAITING
+        return DECODING if self.working else IDLE
+
+
+@dataclass(frozen=True)
+class WorkerLine:
+    """A worker at a moment, for people."""
+
+    doing: str
+    """One of ``STATES``."""
+    node: str
+    """Empty until its engine is up."""
+    state: WorkerState
+
 
 @dataclass(frozen=True)
 class Live:
     """Counters of a session; those of unfinished shards included."""
 
     unfinished_rows: int
-    """Done rows of unpublished shards."""
+    """Done rows of unpublished shards; ``unfinished_failed``: those of them that failed."""
+    unfinished_failed: int
     rows: int
     failed: int
     output_tokens: int
     drafts_proposed: int
     drafts_accepted: int
     recomputed_rows: int
+    foldable: int
+    folded: int
     workers_up: int
+    workers: dict[str, WorkerLine]
+    """By name, in the order of their places."""
 
 
 class Roster:
@@ -94,7 +119,7 @@ class Roster:
     def leave(self, worker: str) -> Member:
         """Forget a worker but for its counters."""
         member = self.members.pop(worker)
-        self._gone.update({name: getattr(member.state, name) for name in _SUMMED})
+        self._gone.update({name: getattr(member.state, name) for name in COUNTED})
         return member
 
     def prove(self, slot: int) -> None:
@@ -124,13 +149,20 @@ class Roster:
         members = self.members.values()
         return Live(
             unfinished_rows=sum(max(m.state.rows_done - m.banked_rows, 0) for m in members),
+            unfinished_failed=sum(max(m.state.rows_failed - m.banked_failed, 0) for m in members),
             rows=self._sum("rows_done"),
             failed=self._sum("rows_failed"),
             output_tokens=self._sum("output_tokens"),
             drafts_proposed=self._sum("drafts_proposed"),
             drafts_accepted=self._sum("drafts_accepted"),
             recomputed_rows=self._sum("recomputed_rows"),
+            foldable=self._sum("foldable"),
+            folded=self._sum("folded"),
             workers_up=sum(m.up for m in members),
+            workers={
+                name: WorkerLine(m.doing, m.info.node if m.info else "", m.state)
+                for name, m in sorted(self.members.items(), key=lambda item: item[1].slot)
+            },
         )
 
     def _sum(self, name: str) -> int:

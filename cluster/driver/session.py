@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 import ray
 
+from cluster.config import without_secrets
 from cluster.driver.signals import Interrupted, StopSignals
 from cluster.errors import UserError
 from specfold import ConfigError, ModelError
@@ -24,6 +24,9 @@ from specfold import ConfigError, ModelError
 NAMESPACE = "specfold"
 _KEEPER_WAIT_S = 5.0
 _PROBE_S = 10.0
+_LOCAL_RAY = {"num_workers_soft_limit": 0}
+"""Helper processes may end once they are idle: Ray would keep one a core, with all that it has loaded, for the rest of
+the job. The peak, which is at the start, is not lower by it."""
 
 
 @contextlib.contextmanager
@@ -39,7 +42,7 @@ def ray_session(address: str | None, workers: int | None, signals: StopSignals) 
     if address is None:
         # Workers that were asked for must all find a place; more than the cores is the user's choice.
         options |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, workers or 1)}
-        options |= {"logging_level": logging.ERROR}
+        options |= {"logging_level": logging.ERROR, "_system_config": _LOCAL_RAY}
     else:
         _probe(address)
         options |= {"address": address, "logging_level": logging.WARNING}
@@ -88,13 +91,13 @@ class OutputKeeper:
     """A named actor that exists as long as the driver of an output does, so that one cluster has one."""
 
     def __init__(self, url: str, held_elsewhere: Callable[[], bool]) -> None:
-        self._name = "output " + hashlib.sha256(url.encode()).hexdigest()[:16]
+        self._name = f"output {without_secrets(url)}"
         self._url, self._held_elsewhere = url, held_elsewhere
         self._actor: Any = None
 
     def acquire(self) -> None:
         """``UserError`` if another driver in this cluster has the output; a dead one's actor takes a moment to go."""
-        keeper: Any = ray.remote(_Keeper)
+        keeper: Any = ray.remote(OutputLock)
         options = {"name": self._name, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": 0}
         deadline = time.monotonic() + _KEEPER_WAIT_S
         while True:
@@ -115,8 +118,8 @@ class OutputKeeper:
                 ray.kill(self._actor)
 
 
-class _Keeper:
-    pass
+class OutputLock:
+    """Does nothing but exist. Its name is what Ray's dashboard shows."""
 
 
 def ray_map(

@@ -24,7 +24,7 @@ from cluster.evaluation.variants import Variant, parse_variants
 from cluster.input.templates import chat_template_of
 from cluster.models import local_folder, resolve_model
 from cluster.output.rundir import RUN
-from cluster.output.storage import Store
+from cluster.output.storage import Store, mistakes_of_place
 from specfold.checkpoint import load_tokenizer
 
 PLAN, ITEMS = "plan.json", "items.jsonl"
@@ -80,7 +80,9 @@ def make_plan(config: JobConfig, evaluation: EvaluationConfig, given: Set[str]) 
     """Load the tasks and settle every run's settings. Raises ``UserError`` for whatever can be known to go wrong."""
     store = Store(config.output)
     variants = parse_variants(evaluation.compare, config)
-    _require_ours(store)
+    with mistakes_of_place():
+        store.require_writable()
+        _require_ours(store)
     chat = _is_chat(config)
     tasks = [_load(name, config, evaluation, chat) for name in evaluation.task_names]
     names = [planned.task.name for planned in tasks]

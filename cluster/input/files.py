@@ -16,6 +16,7 @@ from fsspec.utils import infer_compression
 
 from cluster.config import without_secrets
 from cluster.errors import UserError
+from cluster.remote import lacks_bucket, reason_of
 
 Format = Literal["jsonl", "json", "csv", "text", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
@@ -99,16 +100,18 @@ def explained(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except FileNotFoundError:
-        raise UserError(f"{name} does not exist.") from None
-    except PermissionError:
-        raise UserError(f"{name} cannot be read: permission is denied.") from None
+    except FileNotFoundError as error:
+        bucket = ": there is no such bucket" if lacks_bucket(error) else ""
+        raise UserError(f"{name} does not exist{bucket}.") from None
+    except PermissionError as error:
+        if error.errno:
+            raise UserError(f"{name} cannot be read: permission is denied.") from None
+        raise UserError(f"{name} cannot be read: {reason_of(error)}.") from None  # an object store's
     except IsADirectoryError:
         raise UserError(f"{name} is a folder, not a file.") from None
     except Exception as error:
         # Remote clients have exception trees of their own; all mean that this input cannot be read.
-        reason = (str(error).splitlines() or [""])[0].strip().rstrip(".") or type(error).__name__
-        reason = re.sub(r"\w+://\S+", lambda url: without_secrets(url[0]), reason)
+        reason = re.sub(r"\w+://[^\s\"']+", lambda url: without_secrets(url[0]), reason_of(error))
         raise UserError(f"{name} cannot be read: {reason}.") from None
 
 

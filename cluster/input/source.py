@@ -8,9 +8,10 @@ from itertools import chain
 from cluster.config import JobConfig, without_secrets
 from cluster.errors import UserError
 from cluster.input.files import InputFile, find_files
+from cluster.input.hub import open_hub
 from cluster.input.records import csv_header, csv_records, json_records, line_records
 from cluster.input.shards import InputSource, RawShard, cut_csv, cut_lines
-from cluster.input.tables import TableFileSource, open_hub, open_saved
+from cluster.input.tables import TableFileSource, open_saved
 
 __all__ = ["InputSource", "RawShard", "open_input"]
 

@@ -1,4 +1,4 @@
-"""Typed inputs: Parquet and Arrow files, saved datasets, datasets on the hub."""
+"""Typed inputs: Parquet and Arrow files, and datasets of the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TableFileSource(InputSource):
 
 
 class DatasetSource(InputSource):
-    """A dataset of the ``datasets`` library: saved on disk (``count`` known) or streamed from the hub."""
+    """A dataset of the ``datasets`` library: saved on disk (``count`` known) or streamed."""
 
     kind = "arrow"
 
@@ -108,25 +108,15 @@ def open_saved(prompts: str, split: str | None) -> DatasetSource | None:
 
         saved = load_from_disk(prompts)
     if is_dict:
-        split = _choose_split(shown, list(saved), split)
+        split = choose_split(shown, list(saved), split)
         return DatasetSource(f"{shown} ({split})", saved[split])
     if split is not None:
         raise UserError(f"{shown} holds a single dataset, so --split {split} has no meaning.")
     return DatasetSource(shown, saved)
 
 
-def open_hub(prompts: str, split: str | None) -> DatasetSource:
-    """A dataset id, or ``id:configuration``, streamed. No code of the dataset is ever executed."""
-    from datasets import get_dataset_split_names, load_dataset
-
-    repository, _, configuration = prompts.partition(":")
-    with explained(f"The dataset {prompts}"):
-        split = _choose_split(prompts, get_dataset_split_names(repository, configuration or None), split)
-        dataset = load_dataset(repository, configuration or None, split=split, streaming=True)
-    return DatasetSource(f"{prompts} ({split})", dataset)
-
-
-def _choose_split(name: str, available: list[str], split: str | None) -> str:
+def choose_split(name: str, available: list[str], split: str | None) -> str:
+    """The split that was asked for, or the only one. ``UserError`` names those that there are."""
     if split is None and len(available) == 1:
         return available[0]
     if split in available:

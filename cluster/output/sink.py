@@ -180,8 +180,7 @@ def read_record(store: Store, index: int, name: str = "") -> ShardRecord:
     """The record in the footer of a part, or of its file ``name``. ``PartError`` for a truncated or foreign file."""
     name = name or part_name(index)
     try:
-        with store.open(name) as file:
-            metadata = pq.read_metadata(file).metadata or {}
+        metadata = _read_footer(store, name)
     except (pa.ArrowInvalid, OSError, EOFError) as error:
         raise PartError(f"{name} is not a whole Parquet file: {error}") from None
     if _FOOTER not in metadata:
@@ -193,6 +192,20 @@ def read_record(store: Store, index: int, name: str = "") -> ShardRecord:
     if record.index != index:
         raise PartError(f"{name} holds shard {record.index}.")
     return record
+
+
+def _read_footer(store: Store, name: str) -> dict[bytes, bytes]:
+    """What the file says of itself, of which only the end is read.
+
+    Where that fails on an object store, the whole file tells whether it is broken or the way to it was.
+    """
+    try:
+        with store.open(name) as file:
+            return pq.read_metadata(file).metadata or {}
+    except (pa.ArrowInvalid, OSError, EOFError):
+        if store.is_local:
+            raise
+    return pq.read_metadata(pa.BufferReader(store.read(name))).metadata or {}
 
 
 def require_pair(store: Store, record: ShardRecord, *, has_quarantine: bool) -> None:

@@ -7,15 +7,17 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from cluster.errors import UserError
+from cluster.remote import is_client_error, is_lasting, lacks_bucket, reason_of
 
+T = TypeVar("T")
 _REASONS = {
     errno.ENOSPC: "no space is left on the device",
     errno.EDQUOT: "the disk quota is used up",
@@ -30,8 +32,7 @@ _REASONS = {
 }
 _MISTAKES = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 _MISTAKEN_NUMBERS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
-_REMOTE_ATTEMPTS = 4
-_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "gcsfs")  # errors of theirs that are no OSError
+_PAUSES_S = (0.5, 1.0, 2.0)
 
 
 class StorageError(UserError):
@@ -44,6 +45,17 @@ class StorageError(UserError):
     def __init__(self, message: str, exit_code: int = 1, *, is_mistake: bool = False) -> None:
         super().__init__(message, exit_code)
         self.is_mistake = is_mistake
+
+
+@contextlib.contextmanager
+def mistakes_of_place() -> Iterator[None]:
+    """A place that can take or give nothing is a mistake of the command, unlike a disk that fills up: exit code 2."""
+    try:
+        yield
+    except StorageError as error:
+        if error.is_mistake:
+            raise UserError(str(error)) from None
+        raise
 
 
 class Store:
@@ -67,8 +79,9 @@ class Store:
         return f"{self.url}/{name}"
 
     def require_writable(self) -> None:
-        """Raise ``StorageError`` if a local folder can be seen to take no files; creates nothing."""
+        """Raise ``StorageError`` if the place can be seen to take no files; creates nothing."""
         if not self.is_local:
+            self._require_bucket()
             return
         place = Path(self.root)
         with self._explained("written"):
@@ -95,34 +108,38 @@ class Store:
             if self.is_local:
                 with self._temporary(name, data, durable=True) as temporary:
                     return _link_new(temporary, self._local(name))
-            if self._fs.exists(f"{self.root}/{name}"):  # not every store honours the condition of the put
+            path = f"{self.root}/{name}"
+            if self._again(self._fs.exists, path):  # not every store honours the condition of the put
                 return False
             try:
                 self._put(name, data, "create")
-            except FileExistsError:
-                return False
+            except OSError:
+                # Refused, as the file is there: perhaps by a first attempt of ours, whose answer was lost.
+                if not self._again(self._fs.exists, path):
+                    raise
+                return bool(self._again(self._fs.cat_file, path) == data)
             return True
 
     def read(self, name: str) -> bytes:
         """The whole file. Raises ``FileNotFoundError`` or ``StorageError``."""
         with self._explained("read", name):
-            return bytes(self._fs.cat_file(f"{self.root}/{name}"))
+            return bytes(self._again(self._fs.cat_file, f"{self.root}/{name}"))
 
     def open(self, name: str) -> Any:
         """A seekable handle for reading."""
         with self._explained("read", name):
-            return self._fs.open(f"{self.root}/{name}", "rb", cache_type="readahead")
+            return self._again(self._fs.open, f"{self.root}/{name}", "rb", cache_type="readahead")
 
     def exists(self, name: str) -> bool:
         with self._explained("read", name):
-            return bool(self._fs.exists(f"{self.root}/{name}"))
+            return bool(self._again(self._fs.exists, f"{self.root}/{name}"))
 
     def names(self, folder: str = "") -> list[str]:
         """Names directly inside a folder, sorted; none if the folder does not exist."""
         path = f"{self.root}/{folder}".rstrip("/")
         with self._explained("read", folder or "."):
             try:
-                found = self._fs.ls(path, detail=True)
+                found = self._again(self._fs.ls, path, detail=True)
             except FileNotFoundError:
                 return []
         paths = [entry["name"].rstrip("/") for entry in found]
@@ -132,7 +149,8 @@ class Store:
         """Size of the files directly inside a folder; 0 if it does not exist."""
         with self._explained("read", folder):
             try:
-                return sum(entry["size"] or 0 for entry in self._fs.ls(f"{self.root}/{folder}", detail=True))
+                found = self._again(self._fs.ls, f"{self.root}/{folder}", detail=True)
+                return sum(entry["size"] or 0 for entry in found)
             except FileNotFoundError:
                 return 0
 
@@ -143,7 +161,7 @@ class Store:
                 with contextlib.suppress(OSError):
                     os.rmdir(self._local(name))
             else:
-                self._fs.rm_file(f"{self.root}/{name}")
+                self._again(self._fs.rm_file, f"{self.root}/{name}")
 
     def clean(self, folder: str = "") -> None:
         """Remove the dot-temporaries that killed writers left behind."""
@@ -174,18 +192,31 @@ class Store:
                 temporary.unlink(missing_ok=True)
 
     def _put(self, name: str, data: bytes, mode: str) -> None:
-        """One put, tried again a few times: a store that is busy for a moment must not end a long job."""
-        path = f"{self.root}/{name}"
-        for attempt in range(_REMOTE_ATTEMPTS):
+        """One put: the whole file or none of it, also where it goes in several pieces."""
+        self._again(self._fs.pipe_file, f"{self.root}/{name}", data, mode=mode)
+
+    def _again(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Ask a store again a few times: one that is busy for a moment must not end a long job.
+
+        Its client has patience of its own, but not with every answer.
+        """
+        for pause_s in () if self.is_local else _PAUSES_S:
             try:
-                self._fs.pipe_file(path, data, mode=mode)
-                return
-            except (FileExistsError, PermissionError, FileNotFoundError):
-                raise
-            except OSError:
-                if attempt == _REMOTE_ATTEMPTS - 1:
+                return call(*args, **kwargs)
+            except Exception as error:
+                if is_lasting(error) or not (isinstance(error, OSError) or is_client_error(error)):
                     raise
-                time.sleep(0.5 * 2**attempt)
+            time.sleep(pause_s)
+        return call(*args, **kwargs)
+
+    def _require_bucket(self) -> None:
+        """Raise ``StorageError`` if the folder may not be looked into, or has no bucket to lie in."""
+        with self._explained("read"):
+            try:
+                self._fs.ls(self.root, detail=True)  # the first request: an address that is wrong is told at once
+            except FileNotFoundError as error:
+                if lacks_bucket(error):
+                    self._fail("written", "", error)
 
     @contextlib.contextmanager
     def _explained(self, verb: str, name: str = "") -> Iterator[None]:
@@ -197,15 +228,18 @@ class Store:
                 raise
             self._fail(verb, name, error)
         except Exception as error:
-            if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in _CLIENTS:
+            if not isinstance(error, OSError) and not is_client_error(error):
                 raise
             self._fail(verb, name, error)
 
     def _fail(self, verb: str, name: str, error: Exception) -> NoReturn:
         number = getattr(error, "errno", None)
-        reason = _REASONS.get(number, "") if number else ""
-        reason = reason or getattr(error, "strerror", None) or str(error) or type(error).__name__
-        is_mistake = isinstance(error, _MISTAKES) or number in _MISTAKEN_NUMBERS
+        if self.is_local:
+            reason = _REASONS.get(number, "") if number else ""
+            reason = reason or getattr(error, "strerror", None) or reason_of(error)
+            is_mistake = isinstance(error, _MISTAKES) or number in _MISTAKEN_NUMBERS
+        else:
+            reason, is_mistake = getattr(error, "strerror", None) or reason_of(error), is_lasting(error)
         where = self.path(name) if name else self.url
         raise StorageError(f"{where} cannot be {verb}: {str(reason).rstrip('.')}.", is_mistake=is_mistake) from None
 

@@ -12,9 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.messages import RowKey, WorkerState
+from cluster.messages import COUNTED, RowKey, WorkerState
 from specfold.config import DecodeConfig
 from specfold.request import ERROR, Completion, Request
+
+AHEAD_S = 1.0
+"""Rows that wait should last this long, by the engine's pace so far: a shard takes its time to arrive and to be
+prepared. An engine that takes a second for a batch needs no more than a batch to wait; one that decodes thousands of
+rows a second stood still half of the time with so few."""
 
 
 class EngineLike(Protocol):
@@ -54,8 +59,8 @@ class DecodeLoop:
 
     When the engine runs out of memory its rows are decoded again, half as many at a time from then on.
 
-    ``on_finished(shard)`` is called from the loop's thread when a shard's last row is done, ``on_room()`` when fewer
-    than a batch of rows wait, ``on_failure(error)`` once if the engine raises; the loop has then ended.
+    ``on_finished(shard)`` is called from the loop's thread when a shard's last row is done, ``on_room()`` when
+    ``wanted_rows`` is no longer 0, ``on_failure(error)`` once if the engine raises; the loop has then ended.
     """
 
     def __init__(
@@ -78,13 +83,9 @@ class DecodeLoop:
         self._alone = False
         self._closed = False
         self._waiting = 0
-        self._counts: dict[str, int] = dict.fromkeys(
-            (
-                "rows_done", "rows_failed", "output_tokens", "forwards", "drafts_proposed", "drafts_accepted",
-                "recomputed_rows",
-            ),
-            0,
-        )  # fmt: skip
+        self._enough = batch_size
+        """Rows that should wait."""
+        self._counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._pulse = 0
         self._seconds = [0.0, 0.0]  # idle, busy
         self._busy = False
@@ -102,6 +103,9 @@ class DecodeLoop:
         with self._changed:
             self._shards.append(shard)
             self._waiting += shard.missing
+            self._switch(self._busy)
+            pace = self._counts["rows_done"] / self._seconds[1] if self._seconds[1] else 0.0
+            self._enough = max(self._batch_size, int(AHEAD_S * pace))
             self._changed.notify()
 
     def close(self) -> None:
@@ -117,6 +121,10 @@ class DecodeLoop:
     @property
     def waiting_rows(self) -> int:
         return self._waiting
+
+    def wanted_rows(self, coming: int = 0) -> int:
+        """Rows that should wait beside those that do, and ``coming`` ones that are being prepared."""
+        return max(self._enough - self._waiting - coming, 0)
 
     def count_failed(self, rows: int) -> None:
         """Add rows that failed before decoding to the live counters."""
@@ -203,7 +211,7 @@ class DecodeLoop:
         self._waiting -= 1
         if not self._busy:
             self._switch(True)
-        if self._waiting == self._batch_size - 1:
+        if self._waiting == self._enough - 1:
             self._on_room()
         return request
 
@@ -240,6 +248,8 @@ class DecodeLoop:
         counts["drafts_proposed"] += stats.drafts_proposed
         counts["drafts_accepted"] += stats.drafts_accepted
         counts["recomputed_rows"] += stats.recomputed_qkv_rows
+        counts["foldable"] += stats.foldable
+        counts["folded"] += stats.folded
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

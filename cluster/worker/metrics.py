@@ -14,6 +14,18 @@ _COUNTERS = {
     "drafts_proposed": ("specfold_drafts_proposed", "Drafts verified."),
     "drafts_accepted": ("specfold_drafts_accepted", "Drafts accepted."),
     "recomputed_rows": ("specfold_recomputed_rows", "Positions whose QKV was computed, over layers and forwards."),
+    "foldable": ("specfold_foldable", "Projections and feed-forward outputs that drafts could have inherited."),
+    "folded": ("specfold_folded", "Projections and feed-forward outputs that drafts have inherited."),
+    "busy_s": ("specfold_busy_seconds", "Time with at least one row in the engine."),
+    "idle_s": ("specfold_idle_seconds", "Time without, loading excluded."),
+}
+_GAUGES = {
+    "active_rows": ("specfold_active_rows", "Rows in the engine now."),
+    "waiting_rows": ("specfold_waiting_rows", "Rows on the worker that wait for the engine."),
+    "batch_size": (
+        "specfold_batch_size",
+        "Rows decoded together at most: fewer than asked for once memory has run out.",
+    ),
 }
 
 
@@ -24,10 +36,8 @@ class WorkerMetrics:
         tags = {"worker": worker, "run": run}
         keys = tuple(tags)
         self._counters = {name: Counter(*text, tag_keys=keys) for name, text in _COUNTERS.items()}
-        self._acceptance = Gauge("specfold_acceptance", "Drafts accepted over drafts verified.", tag_keys=keys)
-        self._active = Gauge("specfold_active_rows", "Rows in the engine now.", tag_keys=keys)
-        self._waiting = Gauge("specfold_waiting_rows", "Rows on the worker that wait for the engine.", tag_keys=keys)
-        for metric in (*self._counters.values(), self._acceptance, self._active, self._waiting):
+        self._gauges = {name: Gauge(*text, tag_keys=keys) for name, text in _GAUGES.items()}
+        for metric in (*self._counters.values(), *self._gauges.values()):
             metric.set_default_tags(tags)
         self._last = WorkerState()
 
@@ -36,7 +46,11 @@ class WorkerMetrics:
             grown = getattr(state, name) - getattr(self._last, name)
             if grown > 0:
                 counter.inc(grown)
-        self._acceptance.set(state.drafts_accepted / max(state.drafts_proposed, 1))
-        self._active.set(state.active_rows)
-        self._waiting.set(state.waiting_rows)
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(state, name))
         self._last = state
+
+
+def metric_names() -> list[str]:
+    """Every metric of a worker."""
+    return [name for name, _ in (*_COUNTERS.values(), *_GAUGES.values())]

@@ -1,13 +1,17 @@
 """One worker: an engine in a thread, shards in, parts out. Made to be an async Ray actor, but knows no Ray.
 
-Preparing rows and writing parts run in a thread each, so that neither holds up the engine or a call of the driver.
+Preparing rows and writing parts run in threads of their own, so that neither holds up the engine or a call of the
+driver.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
+import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +25,7 @@ from cluster.messages import Failure, Receipt, ShardTask, WorkerInfo, WorkerPlan
 from cluster.models import local_folder
 from cluster.output.identity import device_kind, token_versions
 from cluster.output.lease import birth, holds
-from cluster.output.storage import Store
+from cluster.output.storage import StorageError, Store
 from cluster.worker.auditwork import AuditWork, reference
 from cluster.worker.decode import DecodeLoop, OpenShard
 from cluster.worker.guards import Specials
@@ -30,6 +34,9 @@ from cluster.worker.shardwork import ShardWork
 from specfold import ConfigError, DecodeConfig, ModelError
 
 MAX_OPEN_SHARDS = 4
+"""Shards that come, wait or decode; beside them as many may be on their way to the disk."""
+_WRITERS = 2
+"""While one part waits for the disk the next is put together: with one thread workers wrote half as many rows."""
 
 
 class Worker:
@@ -40,9 +47,9 @@ class Worker:
         self._store = Store(plan.output)
         self._decode: DecodeLoop | None = None
         self._running: dict[int, asyncio.Future[Failure | None]] = {}
-        self._arrived = self._open = self._opening_rows = 0
+        self._arrived = self._open = self._opening_rows = self._publishing = 0
         self._preparing = ThreadPoolExecutor(1, "prepare")
-        self._writing = ThreadPoolExecutor(1, "write")
+        self._writing = ThreadPoolExecutor(_WRITERS, "write")
         self._booked = (0.0, 0.0)
         self._broken: Failure | None = None
         self._auditing: asyncio.Future[None] | None = None
@@ -74,12 +81,12 @@ class Worker:
             self._open -= 1
             self._changed.set()
 
-    async def room(self, assigned: int) -> bool:
-        """Return once all of the ``assigned`` shards have arrived and another would not lie about."""
-        while self._arrived < assigned or not self._has_room():
+    async def room(self, assigned: int) -> int:
+        """Return once all of the ``assigned`` shards have arrived and another would not lie about: how many more."""
+        while self._arrived < assigned or not self._room():
             self._changed.clear()
             await self._changed.wait()
-        return True
+        return self._room()
 
     async def progress(self) -> WorkerState:
         """The live counters; answers while the engine works."""
@@ -114,9 +121,14 @@ class Worker:
         del self._running[raw.index]
         if failure:
             return failure
-        record, num_bytes = await self._loop.run_in_executor(
-            self._writing, work.publish, self._store, self._name, started, self._spent()
-        )
+        self._publishing += 1
+        self._changed.set()
+        try:
+            record, num_bytes = await self._loop.run_in_executor(
+                self._writing, work.publish, self._store, self._name, started, self._spent()
+            )
+        finally:
+            self._publishing -= 1
         return Receipt(record, await self.progress(), num_bytes)
 
     def _spent(self) -> tuple[float, float]:
@@ -128,7 +140,13 @@ class Worker:
 
     def _load(self) -> WorkerInfo:
         plan = self._plan
-        if not holds(self._store, plan.token):
+        try:
+            sees_driver = holds(self._store, plan.token)
+        except StorageError as error:  # no credentials on this node, for instance
+            raise UserError(
+                f"{self._name} on {os.uname().nodename}: {error}", 2 if error.is_mistake else error.exit_code
+            ) from None
+        if not sees_driver:
             raise UserError(
                 f"{self._name} on {os.uname().nodename} does not see the driver's files in {self._store.url}: "
                 "--output must be a folder or URL that every node shares."
@@ -151,6 +169,7 @@ class Worker:
         self._recorder = FlightRecorder(recorder_path(plan.token, self._name), 4 * config.batch_size + 64)
         self._engine = engine
         self._decode = self._open_loop(decode)
+        _settle_interpreter()
         pid = os.getpid()
         return WorkerInfo(
             device_kind(plan.device), os.uname().nodename, self._node_id, pid, token_versions(), birth(pid), memory
@@ -196,10 +215,13 @@ class Worker:
             if not done.done():
                 done.set_result(self._broken)
 
-    def _has_room(self) -> bool:
+    def _room(self) -> int:
+        """Shards that should come now."""
         assert self._decode is not None
-        waiting = self._decode.waiting_rows + self._opening_rows
-        return self._open < MAX_OPEN_SHARDS and waiting < self._plan.config.batch_size
+        config = self._plan.config
+        wanted = self._decode.wanted_rows(self._opening_rows) / ((config.shard_rows or 1) * config.num_samples)
+        opened = max(self._open - self._publishing, self._publishing)
+        return max(min(MAX_OPEN_SHARDS - opened, math.ceil(wanted)), 0)
 
 
 def use_one_thread() -> None:
@@ -207,6 +229,17 @@ def use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def _settle_interpreter() -> None:
+    """Keep Python's search for cycles away from what is loaded for good, and make it rarer: a shard's rows are many
+    small objects without cycles, and looking through them took a quarter of what rows cost beside the engine.
+
+    A thread that comes back from the disk, the GPU or Ray waits for the interpreter half a millisecond, not five.
+    """
+    sys.setswitchinterval(0.0005)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def import_factory(name: str) -> Callable[..., Any]:

@@ -111,6 +111,27 @@ def instant(folder: str, **_: Any) -> FakeEngine:
     return FakeEngine()
 
 
+class EchoEngine(FakeEngine):
+    """Returns every prompt as its output: what is left of a job's time is the job runner's own."""
+
+    def stream(self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        for request in requests:
+            if request is not None:
+                yield echo(request)
+
+
+_ECHO_STATS = DecodeStats(prompt_tokens=3, output_tokens=3, denoise_forwards=1)
+
+
+def echo(request: Request) -> Completion:
+    ids = list(request.prompt_ids)
+    return Completion(request.row_id, request.sample_id, ids, f"row {ids[0]}", STOP, stats=_ECHO_STATS)
+
+
+def echoing(folder: str, **_: Any) -> FakeEngine:
+    return EchoEngine()
+
+
 def slow(folder: str, **_: Any) -> FakeEngine:
     return FakeEngine(step_s=0.02)
 

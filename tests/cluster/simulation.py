@@ -86,11 +86,11 @@ class SimPool:
         else:
             self.at(LOAD_S, Ready(worker, WorkerInfo(self.kind, "node", "id", 1, {})))
 
-    def invite(self, worker: str) -> None:
-        if worker not in self.mute:
+    def invite(self, worker: str, assigned: int) -> None:
+        if worker not in self.mute and not assigned:
             self.at(0.0, Room(worker))
 
-    def submit(self, worker: str, work: Work, task: ShardTask, assigned: int) -> None:
+    def submit(self, worker: str, work: Work, task: ShardTask) -> None:
         me = self.workers[worker]
         me.shards.append((work, task))
         start = max(me.free_at, self.now)

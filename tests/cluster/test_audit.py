@@ -119,9 +119,9 @@ def test_the_workers_of_the_run_go_on_with_the_audit() -> None:
     ran: list[tuple[str, int]] = []
     submit = pool.submit
 
-    def note(worker: str, work: Work, task: ShardTask, assigned: int) -> None:
+    def note(worker: str, work: Work, task: ShardTask) -> None:
         ran.append((worker, task.audit))
-        submit(worker, work, task, assigned)
+        submit(worker, work, task)
 
     pool.submit = note  # type: ignore[method-assign]
     dispatcher = Dispatcher(pool, Ledger(works(6)), host, pool, stall_s=20.0, clock=lambda: pool.now)

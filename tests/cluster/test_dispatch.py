@@ -148,10 +148,10 @@ def test_random_deaths_lose_and_blame_nothing(seed: int) -> None:
     chance = random.Random(seed)
     submit = pool.submit
 
-    def fragile(worker: str, work: object, task: object, assigned: int) -> None:
+    def fragile(worker: str, work: object, task: object) -> None:
         if chance.random() < 0.1:
             pool.deadly = set(range(work.first_row, work.first_row + work.input_rows))  # type: ignore[attr-defined]
-        submit(worker, work, task, assigned)  # type: ignore[arg-type]
+        submit(worker, work, task)  # type: ignore[arg-type]
         pool.deadly = set()
 
     pool.submit = fragile  # type: ignore[method-assign]

@@ -117,7 +117,7 @@ def test_saved_dataset_and_its_splits(tmp_path: Path) -> None:
 
 def test_hub_dataset_is_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub is out of reach here, so a folder stands in for it; the library takes both by the same name."""
-    from cluster.input.tables import open_hub
+    from cluster.input.hub import open_hub
 
     write_lines(tmp_path / "train.jsonl", ROWS)
     source = open_hub(str(tmp_path), None)

@@ -17,61 +17,53 @@ from cluster.config import JobConfig
 from cluster.errors import UserError
 from cluster.input.source import open_input
 from tests.cluster.make_inputs import as_text, make_model, prepare_all, user_turn
+from tests.cluster.object_store import BUCKET, ObjectStore
 
-s3fs = pytest.importorskip("s3fs")
-moto_server = pytest.importorskip("moto.server")
 ROWS = [{"prompt": f"q{i}", "n": i} for i in range(20)]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[s3fs.S3FileSystem]:
-    """A bucket with Parquet and compressed JSON Lines; the environment names the server and the keys."""
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        environment.setenv("AWS_ACCESS_KEY_ID", "testing")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        s3fs.S3FileSystem.clear_instance_cache()
-        fs = s3fs.S3FileSystem()
-        fs.mkdir("inputs")
-        folder = tmp_path_factory.mktemp("upload")
-        for name, rows in (("b", ROWS[12:]), ("a", ROWS[:12])):
-            pq.write_table(pa.Table.from_pylist(rows), folder / name, row_group_size=5)
-            fs.pipe(f"inputs/parquet/{name}.parquet", (folder / name).read_bytes())
-        fs.pipe("inputs/lines/a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
-        yield fs
-        server.stop()
-        s3fs.S3FileSystem.clear_instance_cache()
+@pytest.fixture(scope="module", autouse=True)
+def _files(object_store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Parquet and compressed JSON Lines in the bucket."""
+    folder = tmp_path_factory.mktemp("upload")
+    for name, rows in (("b", ROWS[12:]), ("a", ROWS[:12])):
+        pq.write_table(pa.Table.from_pylist(rows), folder / name, row_group_size=5)
+        object_store.fs.put_file(str(folder / name), f"{BUCKET}/inputs/parquet/{name}.parquet")
+    object_store.fs.pipe_file(f"{BUCKET}/inputs/lines/a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
 
 
-def test_parquet_on_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("s3")
+def test_parquet_on_s3(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
-    for prompts in ("s3://inputs/parquet/*.parquet", "s3://inputs/parquet", "s3://inputs/parquet/"):
+    for prompts in (
+        "s3://bucket/inputs/parquet/*.parquet",
+        "s3://bucket/inputs/parquet",
+        "s3://bucket/inputs/parquet/",
+    ):
         rows, table = prepare_all(prompts, model, shard_rows=7)
         assert [as_text(row.prompt_ids) for row in rows] == [user_turn(f"q{i}") for i in range(20)]
         assert table["n"].to_pylist() == list(range(20))
-    source = open_input(JobConfig(prompts="s3://inputs/parquet/*.parquet"))
-    assert source.files == ["s3://inputs/parquet/a.parquet", "s3://inputs/parquet/b.parquet"]
+    source = open_input(JobConfig(prompts="s3://bucket/inputs/parquet/*.parquet"))
+    assert source.files == ["s3://bucket/inputs/parquet/a.parquet", "s3://bucket/inputs/parquet/b.parquet"]
     assert source.count() == 20
 
 
-def test_compressed_lines_on_s3(store: s3fs.S3FileSystem, tmp_path: Path) -> None:
-    rows, _ = prepare_all("s3://inputs/lines/a.jsonl.gz", make_model(tmp_path / "model"))
+@pytest.mark.usefixtures("s3")
+def test_compressed_lines_on_s3(tmp_path: Path) -> None:
+    rows, _ = prepare_all("s3://bucket/inputs/lines/a.jsonl.gz", make_model(tmp_path / "model"))
     assert [as_text(row.prompt_ids) for row in rows] == [user_turn("a"), user_turn("b")]
 
 
+@pytest.mark.usefixtures("s3")
 @pytest.mark.parametrize(
     ("prompts", "sentence"),
     [
-        ("s3://inputs/parquet/z.parquet", "--prompts s3://inputs/parquet/z.parquet does not exist."),
-        ("s3://inputs/*.csv", "No file matches --prompts s3://inputs/*.csv."),
+        ("s3://bucket/inputs/parquet/z.parquet", "--prompts s3://bucket/inputs/parquet/z.parquet does not exist."),
+        ("s3://bucket/inputs/*.csv", "No file matches --prompts s3://bucket/inputs/*.csv."),
         ("s3://elsewhere/a.jsonl", "--prompts s3://elsewhere/a.jsonl does not exist."),
     ],
 )
-def test_what_is_not_there(store: s3fs.S3FileSystem, prompts: str, sentence: str) -> None:
+def test_what_is_not_there(prompts: str, sentence: str) -> None:
     with pytest.raises(UserError) as error:
         open_input(JobConfig(prompts=prompts))
     assert str(error.value) == sentence

@@ -6,12 +6,9 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import s3fs
-from moto.server import ThreadedMotoServer
 
 from cluster.output.storage import StorageError, Store
 
@@ -50,25 +47,9 @@ def test_a_memory_file_system_behaves_alike() -> None:
     assert store.path("data/b") == "memory:///bucket/out/data/b"
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket of an S3 server on this machine."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    server = ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("bucket")
-    yield "s3://bucket"
-    server.stop()
-    s3fs.S3FileSystem.clear_instance_cache()
-
-
-def test_an_object_store_behaves_alike(bucket: str) -> None:
-    store = Store(f"{bucket}/out/")
+@pytest.mark.usefixtures("s3")
+def test_an_object_store_behaves_alike() -> None:
+    store = Store("s3://bucket/alike/")
     assert (store.names(), store.exists("a")) == ([], False)
     assert store.create("a", b"1")
     assert not store.create("a", b"2")
@@ -82,7 +63,7 @@ def test_an_object_store_behaves_alike(bucket: str) -> None:
     store.delete("a")
     with pytest.raises(FileNotFoundError):
         store.read("a")
-    assert store.path("data/b") == "s3://bucket/out/data/b"
+    assert store.path("data/b") == "s3://bucket/alike/data/b"
     with pytest.raises(StorageError, match="s3://nowhere/out/a cannot be written: "):
         Store("s3://nowhere/out").write("a", b"1")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +14,9 @@ from rich.console import Console
 from cluster.driver.check import RowCheck, check_rows, rows_to_check
 from cluster.driver.job import ranges
 from cluster.driver.places import worker_count
-from cluster.driver.progress import BarView, LineView, Pace, Snapshot, WarmUp, describe, open_view
+from cluster.driver.progress import Counts, Pace, Progress, Snapshot, WarmUp
+from cluster.driver.roster import DECODING, IDLE, LOADING, Live, WorkerLine
+from cluster.driver.views import BarView, LineView, describe, open_view
 from cluster.input.schema import carried_schema
 from cluster.input.source import open_input
 from cluster.messages import ShardRecord, WorkerState
@@ -24,34 +27,67 @@ from specfold import DecodeStats
 from tests.cluster.jobs import JobFolder
 
 
-def snapshot(**changes: Any) -> Snapshot:
+def counts(**changes: Any) -> Counts:
     values = {
         "rows": 50, "total_rows": 200, "rows_failed": 2, "output_tokens": 3000, "drafts_proposed": 100,
-        "drafts_accepted": 61, "recomputed_rows": 297_600, "workers_up": 3, "workers": 4,
+        "drafts_accepted": 61, "recomputed_rows": 297_600, "foldable": 1000, "folded": 870,
+    }  # fmt: skip
+    return Counts(**(values | changes))
+
+
+def workers(*doing: str) -> dict[str, WorkerLine]:
+    return {f"worker-{i}": WorkerLine(state, "node-a", WorkerState(rows_done=7)) for i, state in enumerate(doing)}
+
+
+def snapshot(*doing: str, **changes: Any) -> Snapshot:
+    lines = workers(*(doing or (DECODING, DECODING, IDLE, LOADING)))
+    values = {
+        "counts": counts(), "tokens_per_s": 300.0, "run_tokens_per_s": 250.0, "eta_s": 30.0, "workers_wanted": 4,
+        "workers": lines, "workers_up": sum(line.doing in (DECODING, IDLE) for line in lines.values()),
     }  # fmt: skip
     return Snapshot(**(values | changes))
 
 
-def test_a_line_tells_rows_speed_acceptance_failures_workers_and_time_left() -> None:
-    times = iter([0.0, 10.0])
-    pace = Pace(lambda: next(times))
-    pace.add(snapshot(rows=0, output_tokens=0))
-    pace.add(snapshot())
-    line = describe(snapshot(), pace)
-    assert line == (
-        "50/200 rows (25%), 300 tokens/s, acceptance 61%, 99 computed/token, 2 failed, 3 of 4 workers up, 30s left"
+def test_a_line_tells_rows_speeds_acceptance_folding_failures_workers_and_time_left() -> None:
+    assert describe(snapshot()) == (
+        "50/200 rows (25%), 300 tokens/s (250 over the run), acceptance 61%, 87% folded, "
+        "99 computed/token, 2 failed, "
+        "3 of 4 workers up (1 loading, 2 decoding, 1 idle), 30s left"
     )
-    assert describe(snapshot(total_rows=None), pace).startswith("50 rows, 300 tokens/s")
+    early = snapshot(
+        DECODING, eta_s=None, workers_wanted=1,
+        counts=counts(total_rows=None, rows=1, rows_failed=0, drafts_proposed=0, foldable=0, recomputed_rows=0),
+    )  # fmt: skip
+    assert describe(early) == "1 row, 300 tokens/s (250 over the run), 1 of 1 worker up"
 
 
-def test_the_speed_is_that_of_the_last_five_minutes() -> None:
+def test_progress_tells_the_speed_now_and_over_the_run_and_the_time_left() -> None:
+    now = 0.0
+    progress = Progress(lambda: now)
+    live = Live(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, workers(DECODING, LOADING))
+    for minute in range(61):  # ten rows and 600 tokens a minute, then half as much
+        now = minute * 60.0
+        halves = 2 * min(minute, 30) + max(minute - 30, 0)
+        seen = progress.snapshot(counts(rows=5 * halves, total_rows=1000, output_tokens=300 * halves), live, 2)
+    assert seen.tokens_per_s == pytest.approx(5.0)
+    assert seen.run_tokens_per_s == pytest.approx(7.5)
+    assert seen.eta_s == pytest.approx((1000 - 450) / (5 / 60))
+    told = seen.to_dict()
+    assert told["tokens_per_second"] == {"now": 5.0, "run": 7.5}
+    assert (told["acceptance"], told["fold_rate"], told["workers_up"], told["workers_wanted"]) == (0.61, 0.87, 2, 2)
+    assert told["workers"]["worker-1"]["doing"] == "loading"
+    assert told["workers"]["worker-0"]["rows"] == 7
+
+
+def test_the_speed_now_is_that_of_the_last_minute_and_the_time_left_that_of_five() -> None:
     now = 0.0
     pace = Pace(lambda: now)
-    for minute in range(60):
-        now = minute * 60.0
-        tokens = 600 * min(minute, 30) + 60 * max(minute - 30, 0)
-        pace.add(snapshot(output_tokens=tokens))
-    assert pace.tokens_per_s == pytest.approx(1.0)
+    for second in range(0, 601, 10):
+        now = float(second)
+        rows = second if second <= 540 else 540
+        pace.add(counts(rows=rows, total_rows=1140, output_tokens=rows))
+    assert pace.tokens_per_s == 0.0
+    assert pace.eta_s(counts(rows=540, total_rows=1140)) == pytest.approx(600 / (240 / 300))
 
 
 def test_the_time_a_job_will_take_is_told_once_after_a_warm_up() -> None:
@@ -62,7 +98,7 @@ def test_the_time_a_job_will_take_is_told_once_after_a_warm_up() -> None:
         now = float(second)
         # The first ten seconds go into loading; 100 rows stood there from an earlier session.
         rows = 100 + 2 * max(second - 10, 0)
-        said.append(warm_up.estimate(snapshot(rows=rows, total_rows=1300)))
+        said.append(warm_up.estimate(counts(rows=rows, total_rows=1300)))
     sentence = "About 9m35s to go, by the speed of the first 20 seconds of decoding."
     assert [line for line in said if line] == [sentence]
 
@@ -70,25 +106,38 @@ def test_the_time_a_job_will_take_is_told_once_after_a_warm_up() -> None:
     warm_up = WarmUp(lambda: now)
     for second, rows in ((0, 0), (5, 10), (30, 190)):
         now = float(second)
-        assert warm_up.estimate(snapshot(rows=rows)) is None, "nearly done"
+        assert warm_up.estimate(counts(rows=rows)) is None, "nearly done"
 
 
-def test_a_log_gets_plain_lines_and_a_terminal_a_bar() -> None:
+def test_a_log_gets_plain_lines() -> None:
     log = io.StringIO()
     view = open_view(Console(file=log, force_terminal=False, width=200))
     assert isinstance(view, LineView)
     LineView(Console(file=log, force_terminal=False, width=40), every_s=0.0).show(snapshot())
-    assert log.getvalue().startswith("50/200 rows (25%), 0 tokens/s")
+    assert log.getvalue().startswith("50/200 rows (25%), 300 tokens/s")
     assert log.getvalue().count("\n") == 1
 
+
+def test_a_terminal_gets_a_bar_and_its_workers() -> None:
     terminal = io.StringIO()
-    bar = open_view(Console(file=terminal, force_terminal=True, width=120))
+    bar = open_view(Console(file=terminal, force_terminal=True, width=200))
     assert isinstance(bar, BarView)
     bar.show(snapshot())
     bar.say("worker-1 is gone")
     bar.close()
-    assert "50/200 rows (25%)" in terminal.getvalue()
-    assert "worker-1 is gone" in terminal.getvalue()
+    shown = terminal.getvalue()
+    assert "50/200 rows (25%)" in shown
+    assert "3 of 4 workers up" in shown
+    assert "worker-1 is gone" in shown
+    for i, doing in enumerate(("decoding", "decoding", "idle", "loading")):
+        assert re.search(rf"worker-{i} +node-a +{doing} +7 +0 ", shown)
+
+    many = io.StringIO()
+    bar = BarView(Console(file=many, force_terminal=True, width=200))
+    bar.show(snapshot(*[DECODING] * 500, workers_wanted=512))
+    bar.close()
+    assert "500 of 512 workers up" in many.getvalue()
+    assert "node-a" not in many.getvalue()
 
 
 def record(index: int, worker: str, tokens: int, seconds: float, failed: int = 0, busy_s: float = 0.0) -> ShardRecord:

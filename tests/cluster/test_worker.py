@@ -89,7 +89,7 @@ def test_room_is_there_when_all_shards_have_come_and_few_rows_wait(folder: JobFo
         await asyncio.sleep(0.05)
         seen.append(full.done())  # five shards, four of them waiting
         await asyncio.gather(*running)
-        return [*seen, await full, await early]
+        return [*seen, await full > 0, await early > 0]
 
     assert with_worker(folder, folder.write_prompts(40), use, engine="slow", batch_size=2) == [False, False, True, True]
 

@@ -18,7 +18,7 @@ from specfold.drafts import Formula, build_graph, default_graph, load_graph
 from specfold.stats import DecodeStats
 from specfold.trajectory import BlockTrace, Trajectories, record_trajectories
 from tests.specfold.random_models import FAMILY_NAMES, MASK, random_engine
-from tests.specfold.test_properties import graphs, sampling
+from tests.specfold.strategies import graphs, sampling
 
 PROMPTS = Path(__file__).resolve().parents[2] / "jobs" / "prompts.jsonl"
 few = settings(max_examples=12, deadline=None, derandomize=True)

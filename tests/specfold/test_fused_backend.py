@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +9,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specfold import Completion, ConfigError, DecodeConfig, Engine, Request, reference_models
-from specfold.backends.fused_backend import FusedBackend
+from specfold import ConfigError, DecodeConfig, Request
 from specfold.backends.memory import plan_memory
 from specfold.backends.select import check_backend
 from specfold.decoder import Decoder
+from tests.specfold.fused_checks import (
+    decode,
+    hold_bits,
+    hold_fixed_sequence,
+    hold_kernels,
+    hold_modes_on_gpu,
+    on_device,
+    on_gpu,
+    with_backend,
+)
 from tests.specfold.random_models import FAMILY_NAMES, MASK, random_engine
 
 few = settings(max_examples=30, deadline=None, derandomize=True)
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 MODES: list[tuple[str, dict[str, Any]]] = [
     ("vanilla", {}),
@@ -45,35 +51,11 @@ def modes_of(family: str) -> list[tuple[str, dict[str, Any]]]:
     return [(m, kw) for m, kw in MODES if m not in ("ar", "linear_spec") and kw.get("causal_context", True)]
 
 
-def with_backend(engine: Engine, backend: str) -> Engine:
-    return Engine(engine.model, engine.info, engine.tokenizer, backend)
-
-
-def decode(engine: Engine, rows: list[Request], config: DecodeConfig, batch_size: int) -> dict[int, Completion]:
-    return {c.row_id: c for c in engine.stream(iter(rows), config, batch_size)}
-
-
-def counters(completion: Completion) -> dict[str, Any]:
-    """All but the time."""
-    return completion.stats.to_dict() | {"seconds": 0}
-
-
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @given(data=st.data())
 @few
 def test_the_fixed_sequence_decodes_like_the_oracle(family: str, data: st.DataObject) -> None:
-    """The references of the kernels, in the order of the captured step: every token and every counter."""
-    engine = random_engine(family, data.draw(st.integers(0, 3)))
-    mode, changes = data.draw(st.sampled_from(modes_of(family)))
-    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True))
-    rows = [Request([(7 * i + n) % MASK for i in range(n)], row_id=i) for i, n in enumerate(lengths)]
-    config = DecodeConfig(mode=mode, max_new_tokens=data.draw(st.integers(1, 24)), **changes)  # type: ignore[arg-type]
-    want = decode(engine, rows, config, 2)
-    got = decode(with_backend(engine, "reference"), rows, config, 3)
-    for row_id, completion in want.items():
-        assert got[row_id].token_ids == completion.token_ids
-        assert got[row_id].finish_reason == completion.finish_reason
-        assert counters(got[row_id]) == counters(completion)
+    hold_fixed_sequence(family, modes_of(family), data, st.integers(1, 24))
 
 
 @pytest.mark.parametrize(
@@ -86,47 +68,13 @@ def test_the_fixed_sequence_decodes_like_the_oracle(family: str, data: st.DataOb
 def test_the_kernels_decode_like_the_oracle(
     family: str, mode: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Full chunks take the interpreter half a minute.
-    monkeypatch.setattr("specfold.backends.fused_prefill.CHUNK", 16)
-    engine = random_engine(family, 1)
-    if DEVICE == "cuda":
-        engine = on_device(engine, torch.float32)
-    rows = [Request([(5 * i + n) % MASK for i in range(n)], row_id=n) for n in (11,)]
-    config = DecodeConfig(mode=mode, **changes)  # type: ignore[arg-type]
-    want = decode(engine, rows, config, 2)
-    got = decode(with_backend(engine, "triton"), rows, config, 2)
-    for row_id, completion in want.items():
-        assert got[row_id].token_ids == completion.token_ids
-        assert counters(got[row_id]) == counters(completion)
-
-
-def on_device(engine: Engine, dtype: torch.dtype) -> Engine:
-    """The same weights on the GPU."""
-    model = engine.model
-
-    def move(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x.to("cuda", dtype)
-
-    layers = [replace(layer, **{n: move(getattr(layer, n)) for n in layer.__slots__}) for layer in model.layers]
-    moved = replace(
-        model, embedding_VE=move(model.embedding_VE), layers=layers, norm_E=move(model.norm_E),
-        head_VE=move(model.head_VE), _rope=(),
-    )  # fmt: skip
-    return Engine(moved, engine.info, engine.tokenizer, engine.backend)
+    hold_kernels(family, mode, changes, monkeypatch)
 
 
 @on_gpu
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_every_mode_on_a_gpu_decodes_like_the_oracle(family: str) -> None:
-    engine = on_device(random_engine(family, 2), torch.float32)
-    fused = with_backend(engine, "triton")
-    rows = [Request([(5 * i + n) % MASK for i in range(n)], row_id=n) for n in (3, 11, 40, 300)]
-    for mode, changes in modes_of(family):
-        config = DecodeConfig(mode=mode, max_new_tokens=30, **changes)  # type: ignore[arg-type]
-        want, got = decode(engine, rows, config, 3), decode(fused, rows, config, 3)
-        for row_id, completion in want.items():
-            assert got[row_id].token_ids == completion.token_ids, (mode, changes)
-            assert counters(got[row_id]) == counters(completion), (mode, changes)
+    hold_modes_on_gpu(family, modes_of(family))
 
 
 @on_gpu
@@ -143,49 +91,11 @@ def test_warming_up_leaves_no_trace(family: str) -> None:
 @on_gpu
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_all_lossless_modes_have_the_same_bits(family: str) -> None:
-    """The main branch's confidences, by row and state, at bfloat16: vanilla alone, spiffy and delta 0 in batches."""
-    engine = Engine.from_pretrained(reference_models.path(family), "cuda", "bfloat16", "triton")
-    text = "Tom has 3 apples and buys 4 more. How many apples does Tom have now?"
-    ids = engine.tokenizer(text)["input_ids"]
-    prompts = [ids[: 5 + 3 * i] for i in range(6)]
-    vanilla = DecodeConfig(mode="vanilla", max_new_tokens=64)
-    want = confidences(engine, prompts, vanilla, 1)
-    assert len(want) >= 40
-    for config, batch in (
-        (vanilla, 6),
-        (replace(vanilla, mode="spiffy", drafts=8), 4),
-        (replace(vanilla, mode="specfold", delta=0.0, drafts=3), 6),
-        (replace(vanilla, mode="specfold", delta=0.0, drafts=8), 1),
-    ):
-        got = confidences(engine, prompts, config, batch)
-        assert got.keys() <= want.keys()
-        assert len(got) >= 20
-        for key, value in got.items():
-            # With drafts the head looks further ahead: the next group's masks too.
-            asked = want[key] > -torch.inf
-            assert torch.equal(value[asked], want[key][asked]), config
-
-
-def confidences(
-    engine: Engine, prompts: list[list[int]], config: DecodeConfig, batch_size: int
-) -> dict[tuple[int, ...], torch.Tensor]:
-    """Confidences of the main branch before every step, by the row's length and the block's place and state."""
-    decoder = Decoder(engine, config, batch_size)
-    backend = decoder.backend
-    assert isinstance(backend, FusedBackend)
-    step, found, waiting = backend.fused_step, {}, list(prompts)
-    while waiting or not decoder.idle:
-        while waiting and decoder.has_free_slot:
-            decoder.admit(Request(waiting.pop()))
-        decoder.prepare()
-        slots = backend.slots
-        before = slots.active_S.tolist(), slots.start_S.tolist(), slots.state_ST.tolist(), slots.prompt_len_S.tolist()
-        decoder.decode()
-        for slot, (active, start, state, prompt) in enumerate(zip(*before, strict=True)):
-            if active and engine.mask_token_id in state:
-                at = int(step.branches.index_SB[slot, 0])
-                found[prompt, start, *state] = step.predictions.confidence_AT[at].clone()
-    return found
+    folding = {"mode": "specfold", "delta": 0.0}
+    hold_bits(
+        family,
+        [({}, 6), ({"mode": "spiffy", "drafts": 8}, 4), (folding | {"drafts": 3}, 6), (folding | {"drafts": 8}, 1)],
+    )
 
 
 def test_a_triton_backend_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,34 +15,14 @@ from kernels import linear
 from specfold import DecodeConfig, Request
 from specfold.branches import DENOISE, FINAL, BranchList, BranchTable, GraphTensors
 from specfold.decoder import Decoder
-from specfold.drafts import build_graph, default_graph
+from specfold.drafts import default_graph
 from specfold.folding import Folding
 from specfold.forward import ForwardOutput, PrefixView, forward_branches
 from specfold.pages import PagePool
 from tests.specfold.random_models import FAMILY_NAMES, MASK, VOCAB, random_engine
+from tests.specfold.strategies import draw_run, prompts, replace_seconds, sampling
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
-
-prompts = st.lists(st.integers(0, MASK - 1), min_size=1, max_size=40)
-formulas = st.sets(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=3).filter(
-    lambda f: len({i for i, _ in f}) == len(f)
-)
-graphs = st.lists(formulas, min_size=1, max_size=8, unique_by=frozenset).map(lambda fs: build_graph(fs, "test"))
-
-
-@st.composite
-def sampling(draw: st.DrawFn) -> dict[str, Any]:
-    """Threshold and sampling settings."""
-    temperature = draw(st.sampled_from([0.0, 0.0, 0.7, 1.5]))
-    return {
-        "threshold": draw(st.sampled_from([None, None, 0.3, 0.9])),
-        "temperature": temperature,
-        "top_p": draw(st.sampled_from([1.0, 0.8])),
-        "top_k": draw(st.sampled_from([0, 5])),
-        "seed": draw(st.integers(0, 5)),
-        "small_block_size": draw(st.sampled_from([2, 4, 8])),
-        "max_new_tokens": draw(st.integers(1, 30)),
-    }
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -51,20 +31,12 @@ def sampling(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_graph_and_any_sampling_gives_vanillas_tokens(
     family: str, data: st.DataObject, tmp_path_factory: Any
 ) -> None:
-    engine = random_engine(family, data.draw(st.integers(0, 3)))
-    chosen = data.draw(sampling())
-    causal = data.draw(st.booleans()) if family != "fast_dllm_v2" else True
-    rows = [Request(p, row_id=i) for i, p in enumerate(data.draw(st.lists(prompts, min_size=1, max_size=4)))]
-    graph = data.draw(graphs)
-    path = tmp_path_factory.mktemp("graph") / "graph.json"
-    graph.save(path)
-    vanilla = DecodeConfig(mode="vanilla", causal_context=causal, **chosen)
-    want = {c.row_id: c for c in engine.stream(iter(rows), vanilla, batch_size=1)}
+    engine, rows, num_nodes, graph, vanilla, want = draw_run(family, data, tmp_path_factory)
     variants = {
-        "spiffy": replace(vanilla, mode="spiffy", drafts=len(graph), draft_graph=str(path)),
-        "delta 0": replace(vanilla, mode="specfold", delta=0.0, drafts=len(graph), draft_graph=str(path)),
+        "spiffy": replace(vanilla, mode="spiffy", drafts=num_nodes, draft_graph=graph),
+        "delta 0": replace(vanilla, mode="specfold", delta=0.0, drafts=num_nodes, draft_graph=graph),
     }
-    variants["pruned"] = replace(variants["delta 0"], draft_budget=data.draw(st.integers(1, len(graph))))
+    variants["pruned"] = replace(variants["delta 0"], draft_budget=data.draw(st.integers(1, num_nodes)))
     for name, config in variants.items():
         for got in engine.stream(iter(rows), config, batch_size=3):
             assert got.token_ids == want[got.row_id].token_ids, name
@@ -108,10 +80,6 @@ def test_a_row_depends_on_nothing_outside_it_at_any_delta(family: str) -> None:
     want = decode(rows, 1)
     assert decode(rows, 8) == want
     assert decode(rows[::-1], 3) == want
-
-
-def replace_seconds(stats: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in stats.items() if name != "seconds"}
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

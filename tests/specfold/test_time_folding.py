@@ -22,7 +22,7 @@ from specfold.step import StepContext, StepResult
 from specfold.stored import Inheritance
 from specfold.watch import Watch
 from tests.specfold.random_models import FAMILY_NAMES, MASK, random_engine
-from tests.specfold.test_properties import graphs, prompts, replace_seconds, sampling
+from tests.specfold.strategies import draw_run, replace_seconds
 
 few = settings(max_examples=15, deadline=None, derandomize=True)
 VANILLA = DecodeConfig(mode="vanilla", max_new_tokens=24)
@@ -39,17 +39,9 @@ def counters(completion: Completion) -> dict[str, Any]:
 def test_at_zero_any_graph_and_any_sampling_gives_vanillas_tokens(
     family: str, data: st.DataObject, tmp_path_factory: Any
 ) -> None:
-    engine = random_engine(family, data.draw(st.integers(0, 3)))
-    chosen = data.draw(sampling())
-    causal = data.draw(st.booleans()) if family != "fast_dllm_v2" else True
-    rows = [Request(p, row_id=i) for i, p in enumerate(data.draw(st.lists(prompts, min_size=1, max_size=4)))]
-    graph = data.draw(graphs)
-    path = tmp_path_factory.mktemp("graph") / "graph.json"
-    graph.save(path)
-    vanilla = DecodeConfig(mode="vanilla", causal_context=causal, **chosen)
-    want = {c.row_id: c for c in engine.stream(iter(rows), vanilla, batch_size=1)}
+    engine, rows, num_nodes, graph, vanilla, want = draw_run(family, data, tmp_path_factory)
     folded = replace(vanilla, delta_time=0.0, refresh_every=data.draw(st.sampled_from([0, 0, 1, 3])))
-    drafted = replace(folded, drafts=len(graph), draft_graph=str(path))
+    drafted = replace(folded, drafts=num_nodes, draft_graph=graph)
     for config in (folded, replace(drafted, mode="spiffy"), replace(drafted, mode="specfold", delta=0.0)):
         for got in engine.stream(iter(rows), config, batch_size=3):
             assert got.token_ids == want[got.row_id].token_ids, config.mode
