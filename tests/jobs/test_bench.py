@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from jobs import bench
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -71,13 +75,27 @@ def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
         (["--prompt-file", "/nothing"], "error: /nothing cannot be read as JSONL"),
         (["--draft-graph", "/nothing"], "error: The draft graph /nothing cannot be read"),
         (["--max-new-tokens", "99999", "--prompts", "1"], "error: prompt 1 cannot be decoded, so nothing is"),
-        (["step", "--device", "nothing"], "error: device 'nothing' is not a device torch knows."),
-        (["auto", "--choose-seconds", "nan"], "argument --choose-seconds: it must be above 0, not nan"),
     ):
         done = run_bench(*args)
         assert done.returncode == 2
         assert sentence in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_random_weights_on_no_device_or_of_no_type_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, sentence in (
+        (["--device", "nothing"], "error: device 'nothing' is not a device torch knows."),
+        (
+            ["--device", "cpu", "--dtype", "float"],
+            "error: dtype must be one of float32, bfloat16, float16, not 'float'.",
+        ),
+    ):
+        assert bench.main(["step", *args]) == 2
+        assert capsys.readouterr().err.strip() == sentence
+    with pytest.raises(SystemExit) as refused:
+        bench.main(["auto", "--choose-seconds", "nan"])
+    assert refused.value.code == 2
+    assert "argument --choose-seconds: it must be above 0, not nan" in capsys.readouterr().err
 
 
 def test_parts_of_the_same_sources_merge(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kernels import linear
 from specfold import DecodeConfig, Request
 from specfold.branches import DENOISE, FINAL, BranchList, BranchTable, GraphTensors
 from specfold.decoder import Decoder
-from specfold.drafts import default_graph
+from specfold.drafts import build_graph, default_graph
 from specfold.folding import Folding
 from specfold.forward import ForwardOutput, PrefixView, forward_branches
 from specfold.pages import PagePool
