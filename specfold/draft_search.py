@@ -106,9 +106,12 @@ def search(
     run.climb(budgets)
     run.repeat()
     run.climb(budgets)  # measured better, another number may be the best
+    reasons = dict(run.left_out)
     for drafts in budgets:
-        if drafts not in run.rounds:
-            run.left_out.setdefault(drafts, "as its neighbours are slower")
+        if drafts not in run.rounds and drafts not in reasons:
+            beside = _beside(drafts, budgets)
+            measured = any(n in run.rounds for n in beside)
+            run.left_out[drafts] = "as its neighbours are slower" if measured else reasons[beside[0]]
     return run.trials, dict(sorted(run.left_out.items()))
 
 
