@@ -151,11 +151,12 @@ class Worker:
                 f"{self._name} on {os.uname().nodename} does not see the driver's files in {self._store.url}: "
                 "--output must be a folder or URL that every node shares."
             )
+        factory = import_factory(plan.engine_factory)
         if plan.device == "cpu":
             use_one_thread()
         folder = local_folder(plan.model)
         config = plan.config
-        engine = import_factory(plan.engine_factory)(
+        engine = factory(
             folder, device=plan.device, dtype=config.dtype, backend=config.backend,
             mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
         )  # fmt: skip
@@ -225,10 +226,10 @@ class Worker:
 
 
 def use_one_thread() -> None:
-    """The engine's sums have a fixed order only in one thread."""
-    import torch
-
-    torch.set_num_threads(1)
+    """The engine's sums have a fixed order only in one thread. One that has not brought torch has no such sums."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 def _settle_interpreter() -> None:
