@@ -77,10 +77,14 @@ class DecodeLoop:
         self._engine, self._config, self._batch_size, self._log = engine, config, batch_size, log
         self._asked_batch_size = batch_size
         self._on_finished, self._on_room, self._on_failure = on_finished, on_room, on_failure
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._shards: list[OpenShard] = []
-        self._active: dict[RowKey, tuple[OpenShard, Request]] = {}
+        self._active: dict[tuple[int, int], tuple[RowKey, OpenShard, Request]] = {}
         self._alone = False
+        """The row in the engine is to be decoded alone."""
+        self._lonely = 0
+        """Rows that wait to be."""
         self._closed = False
         self._waiting = 0
         self._enough = batch_size
@@ -103,6 +107,7 @@ class DecodeLoop:
         with self._changed:
             self._shards.append(shard)
             self._waiting += shard.missing
+            self._lonely += len(shard.alone)
             self._switch(self._busy)
             pace = self._counts["rows_done"] / self._seconds[1] if self._seconds[1] else 0.0
             self._enough = max(self._batch_size, int(AHEAD_S * pace))
@@ -170,9 +175,10 @@ class DecodeLoop:
     def _take_back(self) -> None:
         """Let the rows in the engine wait again, in front of the others."""
         with self._changed:
-            for key, (shard, request) in reversed(self._active.items()):
+            for key, shard, request in reversed(self._active.values()):
                 (shard.alone if self._alone else shard.waiting).appendleft(request)
                 self._log.release(key, finished=False)
+            self._lonely += len(self._active) if self._alone else 0
             self._waiting += len(self._active)
             self._active.clear()
             self._alone = False
@@ -192,22 +198,22 @@ class DecodeLoop:
 
     def _next(self) -> Request | None:
         """Take the next row, if one may join those in the engine. A row to be decoded alone waits until it is empty."""
-        with self._changed:
-            if self._alone:
+        with self._lock:
+            if self._alone or (self._lonely and self._active):
                 return None
-            shard = next((s for s in self._shards if s.alone), None)
-            if shard is not None:
-                if self._active:
-                    return None
-                self._alone = True
+            if self._lonely:
+                shard = next(s for s in self._shards if s.alone)
+                self._alone, self._lonely = True, self._lonely - 1
                 return self._admit(shard, shard.alone.popleft())
-            shard = next((s for s in self._shards if s.waiting), None)
-            return self._admit(shard, shard.waiting.popleft()) if shard else None
+            for shard in self._shards:
+                if shard.waiting:
+                    return self._admit(shard, shard.waiting.popleft())
+            return None
 
     def _admit(self, shard: OpenShard, request: Request) -> Request:
         key = RowKey(request.row_id, request.sample_id)
         self._log.admit(key)
-        self._active[key] = shard, request
+        self._active[key] = key, shard, request
         self._waiting -= 1
         if not self._busy:
             self._switch(True)
@@ -216,9 +222,8 @@ class DecodeLoop:
         return request
 
     def _finish(self, completion: Completion) -> None:
-        key = RowKey(completion.row_id, completion.sample_id)
-        with self._changed:
-            shard, _ = self._active.pop(key)
+        with self._lock:
+            key, shard, _ = self._active.pop((completion.row_id, completion.sample_id))
             self._log.release(key)
             self._alone = False
             self._count(completion)
