@@ -60,12 +60,13 @@ class ModelInfo:
         if not len(prompt_ids):
             return "empty_prompt", "The prompt has no tokens."
         # Three passes in C; a test per token in Python costs as much as tokenising.
-        if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
-            return "invalid_token_id", f"The prompt holds a token id outside 0..{self.vocab_size - 1}."
+        spec = self.spec
+        if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
+            return "invalid_token_id", f"The prompt holds a token id outside 0..{spec.vocab_size - 1}."
         if self.mask_token_id in prompt_ids:
             return "mask_in_prompt", f"The prompt holds the mask token (id {self.mask_token_id})."
         needed = len(prompt_ids) + max_new_tokens
-        if needed > self.context_length:
+        if needed > spec.context_length:
             return "too_long", (
                 f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones exceed the context of "
                 f"{self.context_length}."

@@ -10,12 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from cluster.messages import COUNTED, RowKey, WorkerState
 from specfold.config import DecodeConfig
 from specfold.request import ERROR, Completion, Request
 
+_SUMMED = {
+    "forwards": "num_forwards", "drafts_proposed": "drafts_proposed", "drafts_accepted": "drafts_accepted",
+    "recomputed_rows": "recomputed_qkv_rows", "foldable": "foldable", "folded": "folded",
+}  # fmt: skip
+"""Live counters, and the rows' own that they are the sums of."""
 AHEAD_S = 1.0
 """Rows that wait should last this long, by the engine's pace so far: a shard takes its time to arrive and to be
 prepared. An engine that takes a second for a batch needs no more than a batch to wait; one that decodes thousands of
@@ -90,6 +96,8 @@ class DecodeLoop:
         self._enough = batch_size
         """Rows that should wait."""
         self._counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
+        self._uncounted: list[Completion] = []
+        """Done rows whose counters are not in ``_counts`` yet: many at once are added in a fraction of the time."""
         self._pulse = 0
         self._seconds = [0.0, 0.0]  # idle, busy
         self._busy = False
@@ -109,6 +117,7 @@ class DecodeLoop:
             self._waiting += shard.missing
             self._lonely += len(shard.alone)
             self._switch(self._busy)
+            self._count()
             pace = self._counts["rows_done"] / self._seconds[1] if self._seconds[1] else 0.0
             self._enough = max(self._batch_size, int(AHEAD_S * pace))
             self._changed.notify()
@@ -139,8 +148,9 @@ class DecodeLoop:
 
     def state(self) -> WorkerState:
         """Live counters; ``pulse`` grows with every step of an engine that counts its steps, else with every row."""
-        with self._changed:
+        with self._lock:
             self._switch(self._busy)
+            self._count()
         return WorkerState(
             loading=False,
             waiting_rows=self._waiting,
@@ -226,7 +236,7 @@ class DecodeLoop:
             key, shard, _ = self._active.pop((completion.row_id, completion.sample_id))
             self._log.release(key)
             self._alone = False
-            self._count(completion)
+            self._uncounted.append(completion)
             shard.results[key] = completion
             shard.missing -= 1
             if not self._active and not self._waiting:
@@ -242,19 +252,16 @@ class DecodeLoop:
         self._seconds[self._busy] += now - self._since
         self._busy, self._since = busy, now
 
-    def _count(self, completion: Completion) -> None:
-        counts, stats = self._counts, completion.stats
-        counts["rows_done"] += 1
-        if completion.finish_reason == ERROR:
-            counts["rows_failed"] += 1
-            return
-        counts["output_tokens"] += len(completion.token_ids)
-        counts["forwards"] += stats.num_forwards
-        counts["drafts_proposed"] += stats.drafts_proposed
-        counts["drafts_accepted"] += stats.drafts_accepted
-        counts["recomputed_rows"] += stats.recomputed_qkv_rows
-        counts["foldable"] += stats.foldable
-        counts["folded"] += stats.folded
+    def _count(self) -> None:
+        """Add the rows that were done since this was last called to the live counters."""
+        done, self._uncounted = self._uncounted, []
+        stats = [completion.stats for completion in done if completion.finish_reason != ERROR]
+        counts = self._counts
+        counts["rows_done"] += len(done)
+        counts["rows_failed"] += len(done) - len(stats)
+        counts["output_tokens"] += sum(len(c.token_ids) for c in done if c.finish_reason != ERROR)
+        for name, field_name in _SUMMED.items():
+            counts[name] += sum(map(attrgetter(field_name), stats))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

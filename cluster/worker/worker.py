@@ -235,10 +235,7 @@ def use_one_thread() -> None:
 def _settle_interpreter() -> None:
     """Keep Python's search for cycles away from what is loaded for good, and make it rarer: a shard's rows are many
     small objects without cycles, and looking through them took a quarter of what rows cost beside the engine.
-
-    A thread that comes back from the disk, the GPU or Ray waits for the interpreter half a millisecond, not five.
     """
-    sys.setswitchinterval(0.0005)
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
