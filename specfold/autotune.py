@@ -25,8 +25,6 @@ from specfold.stats import DecodeStats
 if TYPE_CHECKING:
     from specfold.engine import Engine
 
-SAMPLE_ROWS = 64
-"""First rows of a run that a choice looks at."""
 _LEAST_ROWS = 16
 """Rows of one trial where fewer decode together."""
 _MOST_TOKENS, _LEAST_TOKENS, _PROBE_TOKENS = 64, 16, 8

@@ -14,8 +14,9 @@ from kernels.fused.layout import DENOISE, FINAL, VOID
 from kernels.noise import gumbel_noise_of
 from kernels.pruning import keep_best, to_units
 from specfold.drafts import DraftGraph
-from specfold.families.base import BlockRules, active_group, group_of
+from specfold.families.base import BlockRules
 from specfold.slots import SlotState, ending
+from specfold.unmasking import active_group, group_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from specfold.config import ConfigError, DecodeConfig
 from specfold.drafts import graph_for
 from specfold.families.base import Family, ModelError
 from specfold.families.registry import family_of
-from specfold.model import LayerWeights, Model, ModelSpec
+from specfold.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from specfold.model import LayerWeights, Model
 
 FLOAT_DTYPES = {"F32", "BF16", "F16"}
 
@@ -56,12 +60,13 @@ class ModelInfo:
         if not len(prompt_ids):
             return "empty_prompt", "The prompt has no tokens."
         # Three passes in C; a test per token in Python costs as much as tokenising.
-        if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
-            return "invalid_token_id", f"The prompt holds a token id outside 0..{self.vocab_size - 1}."
+        spec = self.spec
+        if set(map(type, prompt_ids)) != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
+            return "invalid_token_id", f"The prompt holds a token id outside 0..{spec.vocab_size - 1}."
         if self.mask_token_id in prompt_ids:
             return "mask_in_prompt", f"The prompt holds the mask token (id {self.mask_token_id})."
         needed = len(prompt_ids) + max_new_tokens
-        if needed > self.context_length:
+        if needed > spec.context_length:
             return "too_long", (
                 f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones exceed the context of "
                 f"{self.context_length}."
@@ -133,13 +138,15 @@ def load_tokenizer(folder: str | Path) -> Any | None:
     folder = Path(folder)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
-    # Imported here: it takes seconds, and rows of token ids do not need it.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    # Imported here: it takes seconds, and a model without a tokenizer does not need it.
+    from transformers import PreTrainedTokenizerFast
 
     try:
         config = _read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
         if (folder / "tokenizer.json").exists() and config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast"):
             return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer  # brings torch
+
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as e:  # the library raises many kinds for a broken file
         raise ModelError(f"The tokenizer in {folder} cannot be read: {_first_line(e)}") from e
@@ -147,8 +154,13 @@ def load_tokenizer(folder: str | Path) -> Any | None:
 
 def load_model(folder: str | Path, info: ModelInfo, device: torch.device, dtype: torch.dtype) -> Model:
     """Reads the weights. Raises ModelError naming a missing, surplus or misshaped tensor or a broken file."""
+    # Imported here: what else is read of a model's folder needs no torch, which takes seconds.
+    import torch
+
+    from specfold.model import LayerWeights, Model
+
     with ExitStack() as stack:
-        tensors = _open_tensors(Path(folder), stack)
+        tensors = _open_tensors(Path(folder), stack, "pt")
         shapes = expected_shapes(info.spec)
         names = info.family.tensor_names(info.spec)
         _check_tensors(tensors, {names[ours]: shape for ours, shape in shapes.items()}, info, names)
@@ -180,7 +192,7 @@ def check_weights(folder: str | Path, info: ModelInfo) -> int:
     """Reads the weight files' headers only; the number of parameters. Raises ModelError as ``load_model`` does."""
     with ExitStack() as stack:
         names, shapes = info.family.tensor_names(info.spec), expected_shapes(info.spec)
-        tensors = _open_tensors(Path(folder), stack)
+        tensors = _open_tensors(Path(folder), stack, "numpy")
         _check_tensors(tensors, {names[ours]: shape for ours, shape in shapes.items()}, info, names)
     return sum(math.prod(shape) for shape in shapes.values())
 
@@ -208,8 +220,11 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{i}.{name}": shape for i in range(spec.num_layers) for name, shape in layer.items()}
 
 
-def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Open safetensors handle of every tensor in the folder, single file or shards with an index."""
+def _open_tensors(folder: Path, stack: ExitStack, framework: str) -> dict[str, Any]:
+    """Open safetensors handle of every tensor in the folder, single file or shards with an index.
+
+    ``framework``: whose tensors they give; a file opened for ``pt`` imports torch.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = _read_json(index).get("weight_map")
@@ -224,7 +239,7 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         if not path.is_file():
             raise ModelError(f"The weight file {path} is missing.")
         try:
-            handle = stack.enter_context(safe_open(str(path), framework="pt"))
+            handle = stack.enter_context(safe_open(str(path), framework=framework))
         except (SafetensorError, OSError) as e:
             raise ModelError(f"The weight file {path} is damaged or cut short: {_first_line(e)}") from e
         tensors |= dict.fromkeys(handle.keys(), handle)

@@ -19,6 +19,8 @@ COARSE = (0, 2, 4, AUTO_DRAFTS)
 TIE = 0.02
 """Speeds this close are equal, and fewer drafts win."""
 SECONDS = 60.0
+SAMPLE_ROWS = 64
+"""First rows of a run that a choice looks at."""
 _NEAR, _FINALISTS, _ROUNDS = 0.12, 3, 3
 """What is measured again: numbers within 12% of the best, three at most, until each has been measured three times."""
 _HOPE = 1.03

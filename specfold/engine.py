@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from specfold.arithmetic import fixed_arithmetic
-from specfold.autotune import SAMPLE_ROWS, choose_drafts
+from specfold.autotune import choose_drafts
 from specfold.backends.select import check_backend, plan_backend
 from specfold.checkpoint import ModelInfo, load_model, load_tokenizer, local_model_folder, read_model_info
 from specfold.config import AUTO, ConfigError, DecodeConfig
 from specfold.decoder import Decoder, refusal, run_setup
-from specfold.draft_search import Choice
+from specfold.draft_search import SAMPLE_ROWS, Choice
 from specfold.model import Model
 from specfold.request import Completion, Request
 from specfold.watch import Watch

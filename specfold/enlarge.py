@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specfold.model import LayerWeights, Model, ModelSpec, RopeSpec
+from specfold.model import LayerWeights, Model
+from specfold.spec import ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ def _place_heads(x: torch.Tensor, old: ModelSpec, new: ModelSpec, is_query: bool
 
 def _sparse_rope(old: ModelSpec, times: int) -> RopeSpec:
     """The old frequencies at every ``times``-th place; the dimensions between are zero and turn with any."""
-    return replace(old.rope, inv_freq=old.rope.inv_freq.repeat_interleave(times))
+    return replace(old.rope, repeats=old.rope.repeats * times)
 
 
 def _repeat_rows(x: torch.Tensor, times: int) -> torch.Tensor:

@@ -1,53 +1,17 @@
-"""A transformer's dimensions, weights and rotary tables; the same for every family.
+"""A transformer's weights and rotary tables; the same for every family.
 
 L layers, E hidden width, H query heads, G key/value heads, D head width, I feed-forward width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from specfold.spec import ModelSpec, RopeSpec
+
 ROPE_CHUNK = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding: ``inv_freq`` [D/2] float32, a factor on cos and sin, and Llama-4's query scale.
-
-    Queries are scaled after rotation by ``1 + query_beta * ln(1 + floor(position / query_period))``.
-    """
-
-    inv_freq: torch.Tensor
-    factor: float = 1.0
-    query_beta: float = 0.0
-    query_period: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Dimensions read from a checkpoint's config."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rms_eps: float
-    tied_head: bool
-    qkv_bias: bool
-    block_size: int
-    context_length: int
-    rope: RopeSpec = field(repr=False)
-
-    @property
-    def qkv_sizes(self) -> tuple[int, int, int]:
-        """Widths of the stacked query, key and value projections."""
-        kv = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, kv, kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +79,19 @@ class Model:
     def _rope_chunk(self, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rope = self.spec.rope
         position = torch.arange(start, start + ROPE_CHUNK, device=self.device, dtype=torch.float32)
-        angle = position[:, None] * rope.inv_freq.to(self.device)[None]
+        angle = position[:, None] * inverse_frequencies(rope).to(self.device)[None]
         angle = torch.cat((angle, angle), dim=-1)
         scale = 1 + rope.query_beta * torch.log1p(torch.floor(position / rope.query_period))
         return angle.cos() * rope.factor, angle.sin() * rope.factor, scale
+
+
+def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:
+    """The angle by which each pair of dimensions turns from one position to the next, float32 [D/2]."""
+    exponent = torch.arange(0, rope.head_dim, 2, dtype=torch.int64).float() / rope.head_dim
+    plain = 1.0 / rope.theta**exponent
+    if rope.yarn is not None:
+        factor, low, high = rope.yarn.factor, rope.yarn.low, rope.yarn.high
+        ramp = (torch.arange(rope.head_dim // 2).float() - low) / (high - low if high != low else 0.001)
+        extrapolate = 1 - ramp.clamp(0, 1)
+        plain = plain / factor * (1 - extrapolate) + plain * extrapolate
+    return plain.repeat_interleave(rope.repeats)

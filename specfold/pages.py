@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from specfold.model import ModelSpec
+from specfold.spec import ModelSpec
 
 PAGE_SIZE = 32
 

@@ -12,9 +12,10 @@ import torch
 from kernels.head import RowSampling, head_rows
 from kernels.norm import rms_norm
 from specfold.branches import BranchList
-from specfold.families.base import BlockRules, active_group, group_of
+from specfold.families.base import BlockRules
 from specfold.model import Model
 from specfold.slots import SlotState
+from specfold.unmasking import active_group, group_of
 
 
 @dataclass(frozen=True, slots=True)

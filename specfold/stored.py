@@ -22,10 +22,11 @@ import torch
 
 from kernels.gate import within
 from specfold.branches import BranchList
-from specfold.families.base import BlockRules, active_group, group_of
+from specfold.families.base import BlockRules
 from specfold.folding import Folding
-from specfold.model import ModelSpec
 from specfold.slots import SlotState
+from specfold.spec import ModelSpec
+from specfold.unmasking import active_group, group_of
 
 
 class QkvRows(NamedTuple):

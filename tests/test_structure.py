@@ -43,3 +43,26 @@ def test_only_jobs_reads_the_environment() -> None:
 def test_transformers_loads_its_models_beside_a_package_named_kernels() -> None:
     code = "from transformers import Qwen2ForCausalLM; import kernels"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_only_an_engine_brings_torch() -> None:
+    """Torch takes seconds and hundreds of megabytes in every process: commands, drivers and helpers do without."""
+    code = """
+import sys
+import jobs.generate, jobs.cli, cluster.driver, cluster.worker.worker
+from cluster.config import JobConfig
+from cluster.driver.check import check_rows
+from cluster.driver.footprint import measure_model
+from cluster.input.schema import carried_schema
+from cluster.input.source import open_input
+from cluster.models import resolve_model
+config = JobConfig(prompts="jobs/prompts.jsonl", dtype="float32")
+source, model = open_input(config), resolve_model(config.model)
+found = check_rows(source, config, model, carried_schema(source, config), 20)
+assert found.rows == 20 and not found.num_failed
+assert measure_model(config, model).weights > 0
+assert "torch" not in sys.modules
+from specfold import Engine
+assert "torch" in sys.modules and Engine.from_pretrained
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -49,8 +49,16 @@ def parse_shard(raw: RawShard, columns: Collection[str] | None = None) -> Parsed
 
 def parse_lines(payload: bytes) -> list[Row | RowProblem]:
     """Rows of JSON Lines."""
-    parse = _json_row if _LONG_INTEGER.search(payload) is None else _json_row_with_long_integers
-    return [_attempt(parse, line) for line in payload.split(b"\n")]
+    if _LONG_INTEGER.search(payload) is not None:
+        return [_attempt(_json_row_with_long_integers, line) for line in payload.split(b"\n")]
+    rows: list[Row | RowProblem] = []
+    for line in payload.split(b"\n"):
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            row = _why_not_json(line, error)
+        rows.append(row if isinstance(row, dict | RowProblem) else _attempt(_json_row, line))
+    return rows
 
 
 def _read_table(raw: RawShard) -> tuple[pa.Table, dict[int, RowProblem]]:

@@ -51,7 +51,7 @@ class PromptReader:
 
     def from_ids(self, value: Any) -> list[int]:
         """Token ids, as they are; their range is the model's to check."""
-        if not isinstance(value, list) or any(type(token) is not int for token in value):
+        if not isinstance(value, list) or not set(map(type, value)) <= {int}:
             raise RowProblem("wrong_type", "The column prompt_token_ids must be a list of whole numbers.")
         return value
 

@@ -25,7 +25,7 @@ OUTPUT_COLUMNS = (
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
 TYPE_ROWS = 10_000
 """At least so many rows fix the types, whatever ``--limit`` is, so that a larger limit later finds the same types."""
-_SCAN_SHARD_ROWS = 1024
+_SCAN_SHARD_ROWS = 4096
 _MAX_COLUMNS = 2000
 
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]

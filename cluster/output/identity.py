@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import sys
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, Literal, TypeVar
@@ -63,9 +64,10 @@ def other_versions() -> dict[str, str | None]:
 
 
 def device_kind(device: str) -> str:
-    """The GPU's name, or the instruction set that a CPU's arithmetic depends on."""
-    import torch
-
+    """The GPU's name, or the instruction set that arithmetic on a CPU depends on where the engine has brought torch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return platform.machine()
     if device == "cuda":
         return str(torch.cuda.get_device_name())
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

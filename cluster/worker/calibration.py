@@ -18,7 +18,6 @@ from specfold.drafts import default_graph
 from specfold.engine import Engine
 from specfold.trajectory import Trajectories, record_trajectories
 
-CALIBRATION_ROWS = 50
 _MAX_NEW_TOKENS = 256
 """More of a row tells nothing new."""
 _SETTINGS = (

@@ -12,13 +12,13 @@ from cluster.input.sample import prepare_rows
 from cluster.input.shards import RawShard
 from cluster.messages import RowKey
 from cluster.models import ModelRef, local_folder
-from cluster.worker.calibration import CALIBRATION_ROWS, calibrate_job
 from cluster.worker.requests import make_request
 from cluster.worker.worker import import_factory, use_one_thread
-from specfold import autotune
+from specfold import draft_search
 from specfold.config import AUTO, ConfigError
 
-SAMPLE_ROWS = max(CALIBRATION_ROWS, autotune.SAMPLE_ROWS)
+CALIBRATION_ROWS = 50
+SAMPLE_ROWS = max(CALIBRATION_ROWS, draft_search.SAMPLE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,19 @@ def choose_for_job(config: JobConfig, model: ModelRef, engine_factory: str, raw:
 
     The graph comes first, for the drafts are measured with it. Raises ``UserError`` if none of the rows can be decoded.
     """
+    # Imported here, where an engine is: the driver only names this function, and needs no torch for it.
+    from cluster.worker.calibration import calibrate_job
+    from specfold import autotune
+
     folder = local_folder(model)
     rows, problem = prepare_rows(config, folder, [raw], SAMPLE_ROWS)
     if not rows:
         name = "--drafts" if config.drafts == AUTO else "--draft-graph"
         raise UserError(f"{name} auto finds no row to decode: {problem}")
+    factory = import_factory(engine_factory)
     if config.device == "cpu":
         use_one_thread()
-    engine = import_factory(engine_factory)(
+    engine = factory(
         folder, device=config.device, dtype=config.dtype, backend=config.backend,
         mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
     )  # fmt: skip

@@ -10,12 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from cluster.messages import COUNTED, RowKey, WorkerState
 from specfold.config import DecodeConfig
 from specfold.request import ERROR, Completion, Request
 
+_SUMMED = {
+    "forwards": "num_forwards", "drafts_proposed": "drafts_proposed", "drafts_accepted": "drafts_accepted",
+    "recomputed_rows": "recomputed_qkv_rows", "foldable": "foldable", "folded": "folded",
+}  # fmt: skip
+"""Live counters, and the rows' own that they are the sums of."""
 AHEAD_S = 1.0
 """Rows that wait should last this long, by the engine's pace so far: a shard takes its time to arrive and to be
 prepared. An engine that takes a second for a batch needs no more than a batch to wait; one that decodes thousands of
@@ -77,15 +83,21 @@ class DecodeLoop:
         self._engine, self._config, self._batch_size, self._log = engine, config, batch_size, log
         self._asked_batch_size = batch_size
         self._on_finished, self._on_room, self._on_failure = on_finished, on_room, on_failure
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._shards: list[OpenShard] = []
-        self._active: dict[RowKey, tuple[OpenShard, Request]] = {}
+        self._active: dict[tuple[int, int], tuple[RowKey, OpenShard, Request]] = {}
         self._alone = False
+        """The row in the engine is to be decoded alone."""
+        self._lonely = 0
+        """Rows that wait to be."""
         self._closed = False
         self._waiting = 0
         self._enough = batch_size
         """Rows that should wait."""
         self._counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
+        self._uncounted: list[Completion] = []
+        """Done rows whose counters are not in ``_counts`` yet: many at once are added in a fraction of the time."""
         self._pulse = 0
         self._seconds = [0.0, 0.0]  # idle, busy
         self._busy = False
@@ -103,7 +115,9 @@ class DecodeLoop:
         with self._changed:
             self._shards.append(shard)
             self._waiting += shard.missing
+            self._lonely += len(shard.alone)
             self._switch(self._busy)
+            self._count()
             pace = self._counts["rows_done"] / self._seconds[1] if self._seconds[1] else 0.0
             self._enough = max(self._batch_size, int(AHEAD_S * pace))
             self._changed.notify()
@@ -134,8 +148,9 @@ class DecodeLoop:
 
     def state(self) -> WorkerState:
         """Live counters; ``pulse`` grows with every step of an engine that counts its steps, else with every row."""
-        with self._changed:
+        with self._lock:
             self._switch(self._busy)
+            self._count()
         return WorkerState(
             loading=False,
             waiting_rows=self._waiting,
@@ -170,9 +185,10 @@ class DecodeLoop:
     def _take_back(self) -> None:
         """Let the rows in the engine wait again, in front of the others."""
         with self._changed:
-            for key, (shard, request) in reversed(self._active.items()):
+            for key, shard, request in reversed(self._active.values()):
                 (shard.alone if self._alone else shard.waiting).appendleft(request)
                 self._log.release(key, finished=False)
+            self._lonely += len(self._active) if self._alone else 0
             self._waiting += len(self._active)
             self._active.clear()
             self._alone = False
@@ -192,22 +208,22 @@ class DecodeLoop:
 
     def _next(self) -> Request | None:
         """Take the next row, if one may join those in the engine. A row to be decoded alone waits until it is empty."""
-        with self._changed:
-            if self._alone:
+        with self._lock:
+            if self._alone or (self._lonely and self._active):
                 return None
-            shard = next((s for s in self._shards if s.alone), None)
-            if shard is not None:
-                if self._active:
-                    return None
-                self._alone = True
+            if self._lonely:
+                shard = next(s for s in self._shards if s.alone)
+                self._alone, self._lonely = True, self._lonely - 1
                 return self._admit(shard, shard.alone.popleft())
-            shard = next((s for s in self._shards if s.waiting), None)
-            return self._admit(shard, shard.waiting.popleft()) if shard else None
+            for shard in self._shards:
+                if shard.waiting:
+                    return self._admit(shard, shard.waiting.popleft())
+            return None
 
     def _admit(self, shard: OpenShard, request: Request) -> Request:
         key = RowKey(request.row_id, request.sample_id)
         self._log.admit(key)
-        self._active[key] = shard, request
+        self._active[key] = key, shard, request
         self._waiting -= 1
         if not self._busy:
             self._switch(True)
@@ -216,12 +232,11 @@ class DecodeLoop:
         return request
 
     def _finish(self, completion: Completion) -> None:
-        key = RowKey(completion.row_id, completion.sample_id)
-        with self._changed:
-            shard, _ = self._active.pop(key)
+        with self._lock:
+            key, shard, _ = self._active.pop((completion.row_id, completion.sample_id))
             self._log.release(key)
             self._alone = False
-            self._count(completion)
+            self._uncounted.append(completion)
             shard.results[key] = completion
             shard.missing -= 1
             if not self._active and not self._waiting:
@@ -237,19 +252,16 @@ class DecodeLoop:
         self._seconds[self._busy] += now - self._since
         self._busy, self._since = busy, now
 
-    def _count(self, completion: Completion) -> None:
-        counts, stats = self._counts, completion.stats
-        counts["rows_done"] += 1
-        if completion.finish_reason == ERROR:
-            counts["rows_failed"] += 1
-            return
-        counts["output_tokens"] += len(completion.token_ids)
-        counts["forwards"] += stats.num_forwards
-        counts["drafts_proposed"] += stats.drafts_proposed
-        counts["drafts_accepted"] += stats.drafts_accepted
-        counts["recomputed_rows"] += stats.recomputed_qkv_rows
-        counts["foldable"] += stats.foldable
-        counts["folded"] += stats.folded
+    def _count(self) -> None:
+        """Add the rows that were done since this was last called to the live counters."""
+        done, self._uncounted = self._uncounted, []
+        stats = [completion.stats for completion in done if completion.finish_reason != ERROR]
+        counts = self._counts
+        counts["rows_done"] += len(done)
+        counts["rows_failed"] += len(done) - len(stats)
+        counts["output_tokens"] += sum(len(c.token_ids) for c in done if c.finish_reason != ERROR)
+        for name, field_name in _SUMMED.items():
+            counts[name] += sum(map(attrgetter(field_name), stats))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -151,11 +151,12 @@ class Worker:
                 f"{self._name} on {os.uname().nodename} does not see the driver's files in {self._store.url}: "
                 "--output must be a folder or URL that every node shares."
             )
+        factory = import_factory(plan.engine_factory)
         if plan.device == "cpu":
             use_one_thread()
         folder = local_folder(plan.model)
         config = plan.config
-        engine = import_factory(plan.engine_factory)(
+        engine = factory(
             folder, device=plan.device, dtype=config.dtype, backend=config.backend,
             mask_token_id=config.mask_token_id, stop_token_ids=config.stop_token_ids,
         )  # fmt: skip
@@ -225,19 +226,16 @@ class Worker:
 
 
 def use_one_thread() -> None:
-    """The engine's sums have a fixed order only in one thread."""
-    import torch
-
-    torch.set_num_threads(1)
+    """The engine's sums have a fixed order only in one thread. One that has not brought torch has no such sums."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 def _settle_interpreter() -> None:
     """Keep Python's search for cycles away from what is loaded for good, and make it rarer: a shard's rows are many
     small objects without cycles, and looking through them took a quarter of what rows cost beside the engine.
-
-    A thread that comes back from the disk, the GPU or Ray waits for the interpreter half a millisecond, not five.
     """
-    sys.setswitchinterval(0.0005)
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 

@@ -20,9 +20,10 @@ from kernels.fused.linear_plan import make_parts, parts_size
 from kernels.fused.prefix_state import MAX_CHUNKS, PrefixState
 from specfold.backends.operations import Operations
 from specfold.folding import Folding
-from specfold.model import Model, ModelSpec
+from specfold.model import Model
 from specfold.pages import PagePool
 from specfold.prefill import NO_FOLDING
+from specfold.spec import ModelSpec
 
 SPLIT_ROWS = 1152
 """Up to this many rows the chunks of the prefix may be attended side by side, because the GPU would idle otherwise.

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from specfold.autotune import SAMPLE_ROWS, choose_drafts
+from specfold.autotune import choose_drafts
 from specfold.benchmark.decoding import Measurement, Question, compare
 from specfold.config import AUTO, DecodeConfig
+from specfold.draft_search import SAMPLE_ROWS
 from specfold.engine import Engine
 from specfold.request import Request
 

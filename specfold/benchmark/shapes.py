@@ -9,7 +9,8 @@ import torch
 from specfold.checkpoint import ModelInfo, expected_shapes
 from specfold.engine import Engine
 from specfold.families.registry import FAMILIES
-from specfold.model import LayerWeights, Model, ModelSpec
+from specfold.model import LayerWeights, Model
+from specfold.spec import ModelSpec
 
 _QWEN: dict[str, Any] = {
     "model_type": "Fast_dLLM_Qwen",

@@ -7,12 +7,14 @@ S slots, T positions of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-import torch
+from operator import index
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from specfold.config import ConfigError, DecodeConfig
-from specfold.model import ModelSpec, RopeSpec
+from specfold.spec import ModelSpec, RopeSpec
+
+if TYPE_CHECKING:
+    import torch
 
 MaskKind = Literal["full", "block", "causal"]
 
@@ -82,26 +84,11 @@ class Family:
             raise ConfigError(f"mode {config.mode} exists for Nemotron-Labs-Diffusion only, this model is {self.name}.")
 
     def select(self, confidence_ST: torch.Tensor, masked_ST: torch.Tensor, rules: BlockRules) -> torch.Tensor:
-        """Positions to unmask now, bool [S, T]: in the leftmost group with masks, the most confident position (ties:
-        the lowest) and all that pass the threshold. Nothing where no mask is left."""
-        eligible = masked_ST & (group_of(masked_ST, rules) == active_group(masked_ST, rules)[:, None])
-        score = torch.where(eligible, confidence_ST, -torch.inf)
-        best = score.argmax(dim=1, keepdim=True)
-        chosen = torch.zeros_like(eligible).scatter(1, best, True)
-        if rules.threshold is not None:
-            chosen |= score > rules.threshold if rules.strict else score >= rules.threshold
-        return chosen & eligible
+        """Positions to unmask now, bool [S, T]."""
+        # Imported here, with the engine: a model's small files are read without torch.
+        from specfold.unmasking import select
 
-
-def group_of(masked_ST: torch.Tensor, rules: BlockRules) -> torch.Tensor:
-    """Group number of every position, [1, T]."""
-    return torch.arange(masked_ST.shape[-1], device=masked_ST.device)[None] // rules.group_size
-
-
-def active_group(masked_ST: torch.Tensor, rules: BlockRules) -> torch.Tensor:
-    """Leftmost group with a mask, [S]; a number beyond the block where there is none."""
-    beyond = masked_ST.shape[-1]
-    return torch.where(masked_ST, group_of(masked_ST, rules), beyond).amin(dim=1)
+        return select(confidence_ST, masked_ST, rules)
 
 
 def common_spec(config: dict[str, Any], *, rope: RopeSpec, **special: Any) -> ModelSpec:
@@ -123,7 +110,7 @@ def common_spec(config: dict[str, Any], *, rope: RopeSpec, **special: Any) -> Mo
 
 def head_width(config: dict[str, Any]) -> int:
     """Width of one attention head."""
-    return config.get("head_dim") or required(config, "hidden_size") // required(config, "num_attention_heads")
+    return index(config.get("head_dim") or required(config, "hidden_size") // required(config, "num_attention_heads"))
 
 
 def required(config: dict[str, Any], key: str) -> Any:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from specfold.config import ConfigError, DecodeConfig
 from specfold.families.base import BlockRules, Family, ModelError, common_spec, head_width
-from specfold.model import ModelSpec, RopeSpec
+from specfold.spec import ModelSpec, RopeSpec
 
 MASK_TOKEN = "|<MASK>|"
 
@@ -26,12 +24,10 @@ class FastDllmV2(Family):
             raise ModelError(f"config.json asks for rope type {kind!r}, which Fast-dLLM-v2 does not have.")
         if config.get("use_sliding_window"):
             raise ModelError("config.json asks for sliding-window attention, which is not supported.")
-        head_dim = head_width(config)
         theta = config.get("rope_theta") or rope.get("rope_theta", 1e6)
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return common_spec(
             config,
-            rope=RopeSpec(1.0 / theta**exponent),
+            rope=RopeSpec(1.0 * theta, head_width(config)),
             rms_eps=config.get("rms_norm_eps", 1e-6),
             qkv_bias=True,
             block_size=config.get("bd_size", 32),

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from specfold.config import ConfigError, DecodeConfig
 from specfold.families.base import BlockRules, Family, ModelError, common_spec, head_width, required
 from specfold.families.fast_dllm_v2 import LAYER_NAMES
-from specfold.model import ModelSpec, RopeSpec
+from specfold.spec import ModelSpec, RopeSpec, YarnScaling
 
 
 class NemotronLabsDiffusion(Family):
@@ -80,11 +78,9 @@ def yarn_rope(rope: dict[str, Any], head_dim: int) -> RopeSpec:
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = float(rope.get("rope_theta", 1e6))
     beta = float(rope.get("llama_4_scaling_beta") or 0.0)
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    plain = 1.0 / theta**exponent
     period = int(rope.get("original_max_position_embeddings") or 1)
     if kind == "default":
-        return RopeSpec(plain, query_beta=beta, query_period=period)
+        return RopeSpec(theta, head_dim, query_beta=beta, query_period=period)
     if kind != "yarn":
         raise ModelError(f"config.json asks for rope type {kind!r}; yarn and default are supported.")
     factor, original = float(required(rope, "factor")), float(required(rope, "original_max_position_embeddings"))
@@ -94,9 +90,7 @@ def yarn_rope(rope: dict[str, Any], head_dim: int) -> RopeSpec:
 
     low = max(math.floor(correction_dim(float(rope.get("beta_fast") or 32))), 0)
     high = min(math.ceil(correction_dim(float(rope.get("beta_slow") or 1))), head_dim - 1)
-    ramp = (torch.arange(head_dim // 2).float() - low) / (high - low if high != low else 0.001)
-    extrapolate = 1 - ramp.clamp(0, 1)
-    inv_freq = plain / factor * (1 - extrapolate) + plain * extrapolate
+    yarn = YarnScaling(factor, low, high)
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -105,4 +99,4 @@ def yarn_rope(rope: dict[str, Any], head_dim: int) -> RopeSpec:
     attention = rope.get("attention_factor")
     if attention is None:
         attention = magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
-    return RopeSpec(inv_freq, factor=float(attention), query_beta=beta, query_period=period)
+    return RopeSpec(theta, head_dim, yarn, factor=float(attention), query_beta=beta, query_period=period)

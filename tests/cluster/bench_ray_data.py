@@ -28,6 +28,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cluster.config import default_shard_rows
 from specfold import Request
 from tests.cluster.fake_engine import echo
 from tests.cluster.jobs import JobFolder
@@ -128,8 +129,8 @@ class Run:
         return sorted((self._folder.output / "data").glob("[!.]*.parquet"))
 
     def _enough(self, rows: int) -> bool:
-        """Ours writes parts of 256 rows all along, Ray Data a few large ones."""
-        return len(self._parts()) >= (rows // 256 // 2 if self._side == JOB else 1)
+        """Ours writes parts all along, Ray Data a few large ones."""
+        return len(self._parts()) >= (rows // default_shard_rows(rows) // 2 if self._side == JOB else 1)
 
     def _count(self) -> dict[str, int]:
         """Files, those that can be read, their rows, and how many of these are different rows."""

@@ -9,7 +9,8 @@ import torch
 from specfold import Engine
 from specfold.checkpoint import ModelInfo, expected_shapes
 from specfold.families.registry import FAMILIES
-from specfold.model import LayerWeights, Model, ModelSpec
+from specfold.model import LayerWeights, Model
+from specfold.spec import ModelSpec
 
 VOCAB, MASK, STOP = 40, 39, 38
 FAMILY_NAMES = tuple(family.name for family in FAMILIES)
