@@ -162,7 +162,7 @@ class JobConfig:
     batch_size: Annotated[Int, Parameter(group=RUNNING)] = 8
     """Rows decoded together by a worker."""
     shard_rows: Annotated[Int | None, Parameter(group=RUNNING)] = None
-    """Input rows of one output part; left out: fixed by the number of rows (8 to 1,024, more beyond 10 million)."""
+    """Input rows of one output part; left out: fixed by the number of rows (8 to 2,048, more beyond 20 million)."""
     quarantine: Annotated[bool, Parameter(group=INPUT, negative=())] = False
     """Write flagged rows to quarantine/ instead of data/; the flag no_stop alone moves none."""
     audit: Annotated[Int, Parameter(group=RUNNING)] = 0
@@ -299,13 +299,13 @@ def default_shard_rows(num_rows: int | None) -> int:
     """Input rows of a shard when the user names none: a power of two, a function of the row count alone.
 
     About 32 shards for a small input, so that a few workers share it and an interruption loses little; 256 rows up to
-    131,072, then about 512 shards; 1,024 rows for a large one, which is about a minute of a GPU that makes 4,000 tokens
-    a second; more only to stay below ``MAX_PARTS``. ``None``: a stream.
+    131,072, then about 512 shards, up to 2,048 rows: a minute or two of a GPU that makes 4,000 tokens a second. Every
+    shard costs some milliseconds, whatever is in it. More rows only to stay below ``MAX_PARTS``. ``None``: a stream.
     """
     if num_rows is None:
         return STREAM_SHARD_ROWS
     rows = 8
-    while (rows < 256 and rows * 32 < num_rows) or (rows < 1024 and rows * 512 < num_rows):
+    while (rows < 256 and rows * 32 < num_rows) or (rows < 2048 and rows * 512 < num_rows):
         rows *= 2
     while rows * MAX_PARTS < num_rows:
         rows *= 2

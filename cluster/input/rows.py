@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import count
 
 import pyarrow as pa
 
@@ -68,11 +69,9 @@ class RowPreparer:
             problems |= unknown_columns(parsed.rows, self._known)
         prompts = [self._read(problems.get(i, row)) for i, row in enumerate(parsed.rows)]
         tokens = iter(self._prompts.encode([prompt for prompt, _ in prompts if isinstance(prompt, str)]))
-        rows = []
-        for row_id, (prompt, options) in enumerate(prompts, raw.first_row):
-            found = next(tokens) if isinstance(prompt, str) else prompt
-            rows.append(self._prepared(row_id, found, options))
-        return rows, table
+        found = (next(tokens) if isinstance(prompt, str) else prompt for prompt, _ in prompts)
+        rows = map(self._prepared, count(raw.first_row), found, (options for _, options in prompts))
+        return [*rows], table
 
     def _read(self, row: Row | RowProblem) -> tuple[str | list[int] | RowProblem, RowOptions]:
         """The row's prompt as text or as tokens, or its problem; and the options that it brings."""
@@ -97,7 +96,8 @@ class RowPreparer:
             raise RowProblem("missing_prompt", f"The row has none of {', '.join(columns[:-1])} and {columns[-1]}.")
         if len(present) > 1:
             raise RowProblem("ambiguous_prompt", f"The row has {' and '.join(present)}; one is allowed.")
-        name, value = present[0], row[present[0]]
+        [name] = present
+        value = row[name]
         if name == columns[0]:
             return self._prompts.from_text(name, value)
         return self._prompts.from_messages(value) if name == "messages" else self._prompts.from_ids(value)

@@ -54,8 +54,8 @@ class ShardWork:
             RowKey(row.row_id, place % num_samples) for row, place in zip(self._rows, self._places, strict=True)
         ]
         self._failed: dict[RowKey, Completion] = {}
-        requests = [self._request(key, row) for key, row in zip(self._keys, self._rows, strict=True)]
-        waiting = {RowKey(r.row_id, r.sample_id): r for r in requests if r is not None}
+        found = map(self._request, self._keys, self._rows)
+        waiting = {key: request for key, request in zip(self._keys, found, strict=True) if request is not None}
         alone = deque(waiting.pop(key) for key in task.alone if key in waiting)
         self.shard = OpenShard(raw.index, deque(waiting.values()), alone)
 
