@@ -7,7 +7,6 @@ It knows neither Ray nor the engine. The command line and YAML files are read in
 # No postponed annotations here: records derived from ``JobConfig`` in other modules need types, not their names.
 
 import hashlib
-import re
 from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from cyclopts import Parameter
 
+from cluster.config_checks import AUTO_GRAPH, check_combinations, check_numbers
 from cluster.errors import UserError
 from cluster.flags import (
     DECODING,
@@ -28,9 +28,8 @@ from cluster.flags import (
     IntOrAuto,
     Text,
     as_flags,
-    flag,
 )
-from specfold.config import AUTO, DRAFTING, ConfigError, DecodeConfig, FfnGate, Mode
+from specfold.config import AUTO, ConfigError, DecodeConfig, FfnGate, Mode
 from specfold.reference_models import NAMES
 
 Backend = Literal["auto", "torch", "triton"]
@@ -38,7 +37,6 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 BUNDLED_PROMPTS = "bundled"
-AUTO_GRAPH = "auto"
 MAX_PARTS = 10_000
 STREAM_SHARD_ROWS = 1024
 _ENGINE = DecodeConfig()
@@ -184,65 +182,12 @@ class JobConfig:
     """Running as a submitted Ray job, in whose working directory nothing lasts."""
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_combinations()
+        check_numbers(self)
+        check_combinations(self)
         try:
             _ = self.decode
         except ConfigError as error:
             raise UserError(as_flags(str(error))) from None
-
-    def _check_numbers(self) -> None:
-        for name in ("limit", "num_samples", "workers", "batch_size", "shard_rows"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{flag(name)} must be at least 1, not {value}.")
-        _require(0 <= self.max_failed <= 1, f"--max-failed is a share between 0 and 1, not {self.max_failed}.")
-        _require(self.audit >= 0, f"--audit must be 0 (off) or a number of rows, not {self.audit}.")
-        _require(self.stall_timeout > 0, f"--stall-timeout must be above 0 seconds, not {self.stall_timeout}.")
-        gpus = self.gpus_per_worker
-        _require(gpus is None or gpus >= 0, f"--gpus-per-worker must not be negative, as {gpus} is.")
-        _require(
-            gpus is None or gpus <= 1 or gpus.is_integer(), f"--gpus-per-worker above 1 must be whole, not {gpus}."
-        )
-
-    def _check_combinations(self) -> None:
-        _require(
-            not (self.overwrite and self.retry_failed),
-            "--overwrite starts anew and --retry-failed keeps what there is; give one of them.",
-        )
-        _require(
-            not (self.device == "cpu" and self.gpus_per_worker), "--gpus-per-worker has no meaning with --device cpu."
-        )
-        _require(
-            not (self.device == "cpu" and self.backend == "triton"),
-            "--backend triton needs a GPU, but --device is cpu; leave --backend out or give torch.",
-        )
-        _require(
-            not (self.chat_template == "none" and self.system_prompt is not None),
-            "--system-prompt needs a chat template, but --chat-template is none.",
-        )
-        _require(
-            self.prompt_template is None or self.prompt_column is None,
-            "--prompt-template makes the prompt and --prompt-column names it; give one of them.",
-        )
-        _require(self.carry.strip() != "", "--carry is all, none or column names such as a,b; it must not be empty.")
-        for name in ("prompt_template", "system_prompt", "stop"):
-            # Arguments that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
-            text = "".join(getattr(self, name) or "")
-            _require(not re.search("[\ud800-\udfff]", text), f"{flag(name)} is not UTF-8 text.")
-        repo = self.push_to_hub
-        _require(
-            repo is None or re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", repo, re.ASCII) is not None,
-            f"--push-to-hub takes a dataset's name such as owner/name, not {repo!r}.",
-        )
-        _require(not self.hub_public or repo is not None, "--hub-public has no meaning without --push-to-hub.")
-        drafting = self.mode in DRAFTING
-        _require(self.drafts != AUTO or drafting, "--drafts auto needs drafts: --mode spiffy or specfold.")
-        _require(
-            self.draft_graph != AUTO_GRAPH or (drafting and self.drafts != 0),
-            "--draft-graph auto needs drafts: --mode spiffy or specfold, and --drafts above 0.",
-        )
-        _require(bool(self.model), "--model must not be empty.")
-        _require(bool(self.prompts), "--prompts must not be empty.")
 
     @property
     def decode(self) -> DecodeConfig:
@@ -255,8 +200,7 @@ class JobConfig:
     @property
     def tokens_follow_drafts(self) -> bool:
         """Whether tokens may depend on which drafts there are: with any folding on."""
-        time = getattr(self, "delta_time", None)
-        return self.decode.fold_delta >= 0 or (time is not None and time >= 0)
+        return self.decode.fold_delta >= 0 or self.decode.time_delta >= 0
 
     def identity(self) -> dict[str, Any]:
         """Settings that can change a token or a column, as JSON values.
@@ -332,11 +276,6 @@ def _read(path: str, name: str) -> str:
         raise UserError(f"{name} {path} is not UTF-8 text.") from None
     except OSError as error:
         raise UserError(f"{name} {path} cannot be read: {error.strerror}.") from None
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
 
 
 def _plain(value: Any) -> Any:

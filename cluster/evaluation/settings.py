@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from cluster.config import Int, JobConfig, flag
+from cluster.config import Int, JobConfig
 from cluster.errors import UserError
 from cluster.evaluation.task import Task
+from cluster.flags import flag
 
 _GROUP = Group("Evaluation", sort_key=0)
 _BY_TASK = {
