@@ -27,6 +27,7 @@ from cluster.config import JobConfig
 from cluster.driver import leave, run_job
 from cluster.errors import UserError
 engine, settings = sys.argv[1], json.loads(sys.argv[2])
+settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 try:
     leave(run_job(JobConfig(**settings), engine_factory="tests.cluster.fake_engine:" + engine))
 except UserError as error:
