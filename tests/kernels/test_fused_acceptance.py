@@ -56,6 +56,7 @@ class Oracle:
             stop_ids=STOP_IDS,
             end_think_id=END_THINK,
             pool=None,
+            stored=None,
         )
 
     def branches(self) -> BranchTable:
@@ -79,7 +80,7 @@ class Oracle:
         output = SimpleNamespace(fold_qkv_LAT=nothing, fold_ffn_LAT=nothing)
         after = walk(slots, table, branches, prediction, Family(), c.rules, MASK, STOP_IDS)
         engine._commit(slots, after, branches, prediction, output, c)  # type: ignore[arg-type]
-        engine._keep_guess(slots, after, branches, prediction)
+        engine._keep(slots, after, branches, prediction, output, c)  # type: ignore[arg-type]
         result = engine._result(slots, after, table, branches, output, c)  # type: ignore[arg-type]
         self.tally.add(result)
         self.branch_S, self.length_S = after.branch_S, after.length_S
