@@ -79,7 +79,8 @@ def story(head: Head, object_store: ObjectStore, tmp_path_factory: pytest.TempPa
     told.folder.write_weights()
     object_store.fs.put_file(prompts, PROMPTS.removeprefix("s3://"))
     with object_store.app.misbehaving(every=10):
-        first = start(told, head)
+        # Its two workers stand still after 40 rows each: looking at this store takes so long that the job could be over.
+        first = start(told, head, "gated")
         deadline = time.monotonic() + 100
         while len(told.parts()) < 4 or f"data/train-{FAILING // 10:07d}.parquet" not in told.parts():
             assert first.poll() is None, first.communicate()
@@ -112,7 +113,7 @@ def test_a_job_on_a_store_that_fails_loses_and_changes_nothing(story: Story) -> 
 
 
 def test_a_killed_driver_is_followed_at_once_and_its_parts_stand(story: Story) -> None:
-    assert 4 <= len(story.at_death) < ROWS // 10
+    assert 4 <= len(story.at_death) <= 2 * 40 // 10
     assert not [line for line in story.said if line.startswith("Run again:")]
     [resumed] = [line for line in story.said if line.startswith("Resuming:")]
     # All but the one that is retried; workers of a killed driver may have written another one since.
