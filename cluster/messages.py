@@ -202,6 +202,16 @@ class Receipt:
 
 
 @dataclass(frozen=True)
+class Help:
+    """How far a worker came with rows of another: those done, and those of them that failed."""
+
+    rows: int
+    failed: int
+    failure: Failure | None = None
+    """Why it cannot go on."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """Why a worker cannot go on, in one sentence."""
 

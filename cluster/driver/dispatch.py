@@ -9,13 +9,27 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
-from cluster.driver.events import Died, Done, Event, Examined, Failed, Pool, Progress, Ready, Room, Wake
+from cluster.driver.events import (
+    Died,
+    Done,
+    Event,
+    Examined,
+    Failed,
+    Helped,
+    Lapsed,
+    Progress,
+    Ready,
+    Returned,
+    Room,
+    Wake,
+)
+from cluster.driver.interfaces import Events, Host, Pool
 from cluster.driver.ledger import TIMES, Ledger
+from cluster.driver.loans import LoanBook
 from cluster.driver.roster import MAX_BARREN, Live, Member, Roster
 from cluster.errors import UserError
-from cluster.messages import Failure, Flight, Receipt, ShardRecord, WorkerInfo, WorkerState
+from cluster.messages import Failure, Flight, Receipt, WorkerInfo, WorkerState
 from cluster.words import count
 
 TICK_S, ASK_S, SIZE_S, PENDING_S, RELEASE_S = 0.25, 1.0, 10.0, 30.0, 30.0
@@ -25,39 +39,6 @@ _BLAME = {
     "worker_died": "The worker process died {times} with this row alone in the engine ({cause}).",
     "engine_error": "The engine failed {times} with this row alone in it ({cause}).",
 }
-
-
-class Host(Protocol):
-    """What the dispatcher leaves to the driver."""
-
-    @property
-    def identity(self) -> str:
-        """Hash for the footers; known once a worker is admitted."""
-        ...
-
-    def admit(self, info: WorkerInfo) -> str | None:
-        """Say why a worker may not take part, if so. The first one decides the run's device kind."""
-        ...
-
-    def finished(self, record: ShardRecord) -> None:
-        """A part is published."""
-        ...
-
-    def observe(self, worker: str, state: WorkerState) -> None:
-        """A worker's latest counters."""
-        ...
-
-    def say(self, message: str) -> None: ...
-
-    def tick(self, live: Live, wanted: int) -> None:
-        """Called a few times a second: show progress, and raise what must end the job."""
-        ...
-
-
-class Events(Protocol):
-    """A queue of events; ``queue.SimpleQueue`` is one."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Event: ...
 
 
 class Dispatcher:
@@ -76,6 +57,8 @@ class Dispatcher:
         self._pool, self._ledger, self._host, self._events = pool, ledger, host, events
         self._stall_s, self._clock = stall_s, clock
         self._roster = Roster()
+        self._loans = LoanBook(pool, self._roster)
+        self._lends = True
         self._hungry: dict[str, int] = {}
         """Workers with room for so many shards, in the order in which they said so."""
         self._wanted = 0
@@ -96,6 +79,7 @@ class Dispatcher:
         """Run the shards of another ledger on the workers that are there, or on new ones where there are none."""
         self._ledger = ledger
         self._early = False  # that the first rows fail was a question of the run
+        self._lends = False  # these rows are few, and not every worker may have turned to these settings yet
         self._ticked = self._sized = float("-inf")
         self._hand_out()
         self.run()
@@ -119,7 +103,7 @@ class Dispatcher:
             self._hand_out()
             return
         member = self._roster.members.get(event.worker)
-        if member is None or (member.dying and not isinstance(event, Examined)):
+        if member is None or (member.dying and not isinstance(event, Examined | Returned | Lapsed)):
             return
         match event:
             case Progress():
@@ -138,6 +122,13 @@ class Dispatcher:
                 self._died(event.worker, member, event.cause, by_rows=event.by_rows)
             case Examined():
                 self._bury(event.worker, event.flight)
+            case Helped():
+                # They count where they were decoded, and are published where they belong.
+                member.bank(event.rows, event.failed)
+            case Returned():
+                self._loans.returned(event.loan, event.rows, event.failed)
+            case Lapsed():
+                self._loans.lapsed(event.loan)
 
     def _ready(self, worker: str, member: Member, info: WorkerInfo) -> None:
         refusal = self._host.admit(info)
@@ -156,8 +147,7 @@ class Dispatcher:
         self._pool.forget(self._ledger.done(receipt.record.index))
         self._roster.prove(member.slot)
         member.open -= 1
-        member.banked_rows += receipt.record.rows
-        member.banked_failed += receipt.record.num_failed
+        member.bank(receipt.record.rows, receipt.record.num_failed)
         self._hear(worker, member, receipt.state)
         self._host.finished(receipt.record)
         self._hand_out()
@@ -212,7 +202,9 @@ class Dispatcher:
 
     def _leave(self, worker: str) -> Member:
         self._hungry.pop(worker, None)
-        return self._roster.leave(worker)
+        member = self._roster.leave(worker)
+        self._loans.forget(worker)
+        return member
 
     def _hand_out(self) -> None:
         """Give shards to the workers that have room."""
@@ -260,6 +252,8 @@ class Dispatcher:
             if not member.dying:
                 self._watch(worker, member, now)
         self._report_pending(now)
+        if self._lends and self._ledger.drained:
+            self._loans.lend_out({w: not self._ledger.has_suspects(w) for w in self._roster.members}, now)
         live = self._roster.live()
         self._stop_early(live)
         self._host.tick(live, self._wanted)
@@ -285,7 +279,7 @@ class Dispatcher:
 
     def _awaits_work(self, worker: str, member: Member) -> bool:
         """Whether it is right that nothing moves. A worker that is up and neither works nor asks for work is stuck."""
-        return worker in self._hungry and not member.working
+        return (worker in self._hungry and not member.working) or member.waits_for_others
 
     def _report_pending(self, now: float) -> None:
         pending = sum(not member.answered for member in self._roster.members.values())

@@ -1,13 +1,11 @@
-"""What a pool of workers tells the dispatcher, and what the dispatcher asks of a pool. Knows no Ray."""
+"""What a pool of workers tells the dispatcher. Knows no Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from cluster.driver.ledger import Work
-from cluster.messages import Failure, Flight, Receipt, ShardTask, WorkerInfo, WorkerState
+from cluster.messages import Failure, Flight, Receipt, WorkerInfo, WorkerState
 
 
 @dataclass(frozen=True)
@@ -71,49 +69,36 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Helped:
+    """The worker has done with rows of another, or was told to leave it: how many it decoded, and how many failed."""
+
+    worker: str
+    rows: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Rows that the worker had lent are back, with their results. ``failed``: those of them that failed."""
+
+    worker: str
+    loan: int
+    rows: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class Lapsed:
+    """A loan of the worker came to nothing; why is told by other events, if one of the two has ended."""
+
+    worker: str
+    loan: int
+
+
+@dataclass(frozen=True)
 class Wake:
     """New input or a signal: look again."""
 
 
-Event = Ready | Room | Done | Failed | Died | Examined | Progress | Wake
+Event = Ready | Room | Done | Failed | Died | Examined | Progress | Helped | Returned | Lapsed | Wake
 Post = Callable[[Event], None]
-
-
-class Pool(Protocol):
-    """Workers by name. Every call returns at once; answers come as events."""
-
-    def spawn(self, worker: str) -> None:
-        """Start a worker: ``Ready``, ``Failed`` or ``Died`` follows, perhaps after a wait for resources."""
-        ...
-
-    def submit(self, worker: str, work: Work, task: ShardTask) -> None:
-        """Give a worker a shard: ``Done``, ``Failed`` or ``Died`` follows."""
-        ...
-
-    def invite(self, worker: str, assigned: int) -> None:
-        """Ask a worker for ``Room``, which it has once all of its ``assigned`` shards have arrived."""
-        ...
-
-    def forget(self, work: Work) -> None:
-        """The shard's rows are needed no longer."""
-        ...
-
-    def ask(self, worker: str) -> None:
-        """Ask for ``Progress``."""
-        ...
-
-    def kill(self, worker: str) -> None:
-        """End a worker's process, also one that does not answer. No event follows."""
-        ...
-
-    def release(self, worker: str) -> None:
-        """Let an idle worker go. No event follows."""
-        ...
-
-    def examine(self, worker: str) -> None:
-        """Read a dead worker's flight recorder: ``Examined`` follows."""
-        ...
-
-    def wanted(self) -> int:
-        """How many workers the cluster has room for now."""
-        ...

@@ -89,7 +89,11 @@ class Ledger:
 
     def takes_turns(self, worker: str) -> bool:
         """Whether another worker may get a shard although this one has got none: because of suspects."""
-        return bool(self._suspected) or any(work.alone for work in self.running(worker))
+        return bool(self._suspected) or self.has_suspects(worker)
+
+    def has_suspects(self, worker: str) -> bool:
+        """Whether a worker is decoding rows alone: what else it has may be lost with them."""
+        return any(work.alone for work in self.running(worker))
 
     def take(self, worker: str, slot: int = 0, *, only: bool = True) -> Work | None:
         """The next shard for a worker that has room; None if there is none for it now.
@@ -97,7 +101,7 @@ class Ledger:
         A worker with suspects gets nothing else until that shard is done: what runs beside them is lost with them.
         Suspects go to another slot than the one they died on, unless it is the ``only`` one that works.
         """
-        if any(work.alone for work in self.running(worker)):
+        if self.has_suspects(worker):
             return None
         if self._may_try_suspects(slot, only):
             work: Work | None = self._suspected.popleft()

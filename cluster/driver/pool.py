@@ -18,10 +18,23 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.driver.events import Died, Done, Event, Examined, Failed, Post, Progress, Ready, Room
+from cluster.driver.events import (
+    Died,
+    Done,
+    Event,
+    Examined,
+    Failed,
+    Helped,
+    Lapsed,
+    Post,
+    Progress,
+    Ready,
+    Returned,
+    Room,
+)
 from cluster.driver.ledger import Work
 from cluster.input.shards import RawShard
-from cluster.messages import Failure, Receipt, ShardTask, WorkerInfo, WorkerPlan, WorkerState
+from cluster.messages import Failure, Help, Receipt, ShardTask, WorkerInfo, WorkerPlan, WorkerState
 from cluster.output.lease import birth
 from cluster.worker.metrics import WorkerMetrics
 from cluster.worker.recorder import recorder_path, take_flight
@@ -101,6 +114,42 @@ class RayPool:
     def invite(self, worker: str, assigned: int) -> None:
         ref: Any = self._actors[worker].room.options(name=f"{worker} room").remote(assigned)
         self._watch(worker, ref, lambda shards: Room(worker, shards) if shards else None)
+
+    def lend(self, loan: int, donor: str, helper: str, count: int) -> None:
+        """The rows and their results go from worker to worker, not through the driver.
+
+        Each step begins when the one before is over: a call whose arguments are not there yet would wait on the worker.
+        That one of the two has ended is found out by the calls that watch over it.
+        """
+        owner, other = self._actors[donor], self._actors[helper]
+        rows: Any = owner.lend.options(name=f"lend to {helper}").remote(loan, count)
+        outcome, results = other.help.options(name=f"help {donor}", num_returns=2).remote(loan, rows)
+
+        def give_back(future: Future[Any]) -> None:
+            help = None if future.exception() else future.result()
+            if isinstance(help, Help):
+                self._post(Helped(helper, help.rows, help.failed))
+                if help.failure is not None:
+                    self._post(Failed(helper, help.failure))
+            if not isinstance(help, Help) or not ray.is_initialized():
+                self._post(Lapsed(donor, loan))
+                return
+            back: Any = owner.take_back.options(name=f"take back from {helper}").remote(loan, results)
+            back.future().add_done_callback(tell)
+
+        def tell(future: Future[Any]) -> None:
+            answer = None if future.exception() else future.result()
+            self._post(Lapsed(donor, loan) if answer is None else Returned(donor, loan, *answer))
+
+        outcome.future().add_done_callback(give_back)
+
+    def restore(self, loan: int, donor: str) -> None:
+        if actor := self._actors.get(donor):
+            actor.take_back.options(name="take back").remote(loan, None)
+
+    def stop_helping(self, loan: int, helper: str) -> None:
+        if actor := self._actors.get(helper):
+            actor.stop_helping.options(name="stop helping").remote(loan)
 
     def forget(self, work: Work) -> None:
         work.payload = None

@@ -34,8 +34,12 @@ class Member:
     """Shards given to it so far."""
     open: int = 0
     """Shards it has now."""
+    lent: int = 0
+    """Loans of its rows that are not back yet."""
+    helping: int = 0
+    """Loans of other workers' rows that it decodes now."""
     banked_rows: int = 0
-    """Rows of its published shards; ``banked_failed``: those of them that failed."""
+    """Of its done rows those that no part of its own waits for any more; ``banked_failed``: of them, the failed."""
     banked_failed: int = 0
     idle_since: float | None = None
     dying: bool = False
@@ -43,13 +47,27 @@ class Member:
     kind: str = "worker_died"
     """Error kind of a row that is to blame."""
 
+    def bank(self, rows: int, failed: int) -> None:
+        self.banked_rows += rows
+        self.banked_failed += failed
+
     @property
     def up(self) -> bool:
         return self.info is not None and not self.dying
 
     @property
     def working(self) -> bool:
-        return self.open > 0 or self.state.active_rows > 0
+        return self.open > 0 or self.helping > 0 or self.state.active_rows > 0
+
+    @property
+    def waits_for_others(self) -> bool:
+        """All that is left of its rows is on other workers."""
+        return self.lent > 0 and not (self.state.active_rows or self.state.waiting_rows)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that could begin now if it had them."""
+        return 0 if self.state.waiting_rows else self.state.batch_size - self.state.active_rows
 
     @property
     def doing(self) -> str:

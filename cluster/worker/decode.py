@@ -6,22 +6,16 @@ Shards share the engine's slots, so that one long row holds back its own shard a
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Protocol
 
-from cluster.messages import COUNTED, RowKey, WorkerState
+from cluster.messages import RowKey, WorkerState
+from cluster.worker.counters import LiveCounters
 from specfold.config import DecodeConfig
-from specfold.request import ERROR, Completion, Request
+from specfold.request import Completion, Request
 
-_SUMMED = {
-    "forwards": "num_forwards", "drafts_proposed": "drafts_proposed", "drafts_accepted": "drafts_accepted",
-    "recomputed_rows": "recomputed_qkv_rows", "foldable": "foldable", "folded": "folded",
-}  # fmt: skip
-"""Live counters, and the rows' own that they are the sums of."""
 AHEAD_S = 1.0
 """Rows that wait should last this long, by the engine's pace so far: a shard takes its time to arrive and to be
 prepared. An engine that takes a second for a batch needs no more than a batch to wait; one that decodes thousands of
@@ -55,6 +49,10 @@ class OpenShard:
     results: dict[RowKey, Completion] = field(default_factory=dict)
     missing: int = 0
     """Rows that have no result yet."""
+    lends: bool = True
+    """Rows that wait may be decoded by another worker."""
+    dropped: bool = False
+    """Nobody wants its results any more."""
 
     def __post_init__(self) -> None:
         self.missing = len(self.waiting) + len(self.alone)
@@ -95,13 +93,8 @@ class DecodeLoop:
         self._waiting = 0
         self._enough = batch_size
         """Rows that should wait."""
-        self._counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
-        self._uncounted: list[Completion] = []
-        """Done rows whose counters are not in ``_counts`` yet: many at once are added in a fraction of the time."""
+        self._counters = LiveCounters()
         self._pulse = 0
-        self._seconds = [0.0, 0.0]  # idle, busy
-        self._busy = False
-        self._since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -116,9 +109,8 @@ class DecodeLoop:
             self._shards.append(shard)
             self._waiting += shard.missing
             self._lonely += len(shard.alone)
-            self._switch(self._busy)
-            self._count()
-            pace = self._counts["rows_done"] / self._seconds[1] if self._seconds[1] else 0.0
+            _, busy_s = self._counters.read_seconds()
+            pace = self._counters.read()["rows_done"] / busy_s if busy_s else 0.0
             self._enough = max(self._batch_size, int(AHEAD_S * pace))
             self._changed.notify()
 
@@ -140,27 +132,66 @@ class DecodeLoop:
         """Rows that should wait beside those that do, and ``coming`` ones that are being prepared."""
         return max(self._enough - self._waiting - coming, 0)
 
+    def lend(self, count: int) -> list[tuple[OpenShard, Request]]:
+        """Give away up to ``count`` waiting rows, those that would begin last, each with its shard.
+
+        They come back by ``settle`` or ``restore``; until then their shards are not finished.
+        """
+        lent: list[tuple[OpenShard, Request]] = []
+        with self._lock:
+            for shard in reversed(self._shards):
+                while shard.lends and shard.waiting and len(lent) < count:
+                    lent.append((shard, shard.waiting.pop()))
+            self._waiting -= len(lent)
+        return lent
+
+    def restore(self, rows: Sequence[tuple[OpenShard, Request]]) -> None:
+        """Rows that were lent wait here again, in front. Their shards lend no more: the rows may be what went wrong."""
+        with self._changed:
+            for shard, request in rows:
+                shard.lends = False
+                shard.waiting.appendleft(request)
+            self._waiting += len(rows)
+            self._changed.notify()
+
+    def settle(self, rows: Sequence[tuple[OpenShard, Request]], completions: Sequence[Completion]) -> None:
+        """Enter the results of rows that were lent. They count where they were decoded."""
+        done = {RowKey(completion.row_id, completion.sample_id): completion for completion in completions}
+        for shard, request in rows:
+            with self._lock:
+                key = RowKey(request.row_id, request.sample_id)
+                finished = self._enter(shard, key, done[key])
+            if finished:
+                self._on_finished(shard)
+
+    def drop(self, shard: OpenShard) -> None:
+        """Forget a shard: its waiting rows do not begin, and what comes of those in the engine is thrown away."""
+        with self._lock:
+            if shard in self._shards:
+                shard.dropped = True
+                self._shards.remove(shard)
+                self._waiting -= len(shard.waiting)
+
     def count_failed(self, rows: int) -> None:
         """Add rows that failed before decoding to the live counters."""
         with self._changed:
-            self._counts["rows_done"] += rows
-            self._counts["rows_failed"] += rows
+            self._counters.add_failed(rows)
 
     def state(self) -> WorkerState:
         """Live counters; ``pulse`` grows with every step of an engine that counts its steps, else with every row."""
         with self._lock:
-            self._switch(self._busy)
-            self._count()
+            idle_s, busy_s = self._counters.read_seconds()
+            counts = dict(self._counters.read())
         return WorkerState(
             loading=False,
             waiting_rows=self._waiting,
             active_rows=len(self._active),
-            idle_s=self._seconds[0],
-            busy_s=self._seconds[1],
+            idle_s=idle_s,
+            busy_s=busy_s,
             batch_size=self._batch_size,
             asked_batch_size=self._asked_batch_size,
             pulse=self._pulse + int(getattr(self._engine, "num_steps", 0)),
-            **self._counts,
+            **counts,
         )
 
     def _run(self) -> None:
@@ -186,10 +217,11 @@ class DecodeLoop:
         """Let the rows in the engine wait again, in front of the others."""
         with self._changed:
             for key, shard, request in reversed(self._active.values()):
-                (shard.alone if self._alone else shard.waiting).appendleft(request)
                 self._log.release(key, finished=False)
+                if not shard.dropped:
+                    (shard.alone if self._alone else shard.waiting).appendleft(request)
+                    self._waiting += 1
             self._lonely += len(self._active) if self._alone else 0
-            self._waiting += len(self._active)
             self._active.clear()
             self._alone = False
 
@@ -216,52 +248,56 @@ class DecodeLoop:
                 self._alone, self._lonely = True, self._lonely - 1
                 return self._admit(shard, shard.alone.popleft())
             for shard in self._shards:
-                if shard.waiting:
-                    return self._admit(shard, shard.waiting.popleft())
+                while shard.waiting:
+                    request = shard.waiting.popleft()
+                    if not self._adopt(shard, request):
+                        return self._admit(shard, request)
             return None
+
+    def _adopt(self, shard: OpenShard, request: Request) -> bool:
+        """Whether the engine has the row already, for a shard that was dropped: its result is this shard's then."""
+        key = RowKey(request.row_id, request.sample_id)
+        if key not in self._active:
+            return False
+        self._active[key] = key, shard, request
+        self._one_less_waits()
+        return True
 
     def _admit(self, shard: OpenShard, request: Request) -> Request:
         key = RowKey(request.row_id, request.sample_id)
         self._log.admit(key)
         self._active[key] = key, shard, request
+        if not self._counters.busy:
+            self._counters.switch(True)
+        self._one_less_waits()
+        return request
+
+    def _one_less_waits(self) -> None:
         self._waiting -= 1
-        if not self._busy:
-            self._switch(True)
         if self._waiting == self._enough - 1:
             self._on_room()
-        return request
 
     def _finish(self, completion: Completion) -> None:
         with self._lock:
             key, shard, _ = self._active.pop((completion.row_id, completion.sample_id))
             self._log.release(key)
             self._alone = False
-            self._uncounted.append(completion)
-            shard.results[key] = completion
-            shard.missing -= 1
             if not self._active and not self._waiting:
-                self._switch(False)
-            if not shard.missing:
-                self._shards.remove(shard)
-        if not shard.missing:
+                self._counters.switch(False)
+            if shard.dropped:
+                return
+            self._counters.add(completion)
+            finished = self._enter(shard, key, completion)
+        if finished:
             self._on_finished(shard)
 
-    def _switch(self, busy: bool) -> None:
-        """Close the books on the time since the last change from idle to busy or back."""
-        now = time.monotonic()
-        self._seconds[self._busy] += now - self._since
-        self._busy, self._since = busy, now
-
-    def _count(self) -> None:
-        """Add the rows that were done since this was last called to the live counters."""
-        done, self._uncounted = self._uncounted, []
-        stats = [completion.stats for completion in done if completion.finish_reason != ERROR]
-        counts = self._counts
-        counts["rows_done"] += len(done)
-        counts["rows_failed"] += len(done) - len(stats)
-        counts["output_tokens"] += sum(len(c.token_ids) for c in done if c.finish_reason != ERROR)
-        for name, field_name in _SUMMED.items():
-            counts[name] += sum(map(attrgetter(field_name), stats))
+    def _enter(self, shard: OpenShard, key: RowKey, completion: Completion) -> bool:
+        """Note a row's result; says whether it was the shard's last."""
+        shard.results[key] = completion
+        shard.missing -= 1
+        if not shard.missing:
+            self._shards.remove(shard)
+        return not shard.missing
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

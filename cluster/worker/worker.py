@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +22,7 @@ from typing import Any
 from cluster.errors import UserError
 from cluster.input.rows import RowPreparer
 from cluster.input.shards import RawShard
-from cluster.messages import Failure, Receipt, ShardTask, WorkerInfo, WorkerPlan, WorkerState
+from cluster.messages import Failure, Help, Receipt, ShardTask, WorkerInfo, WorkerPlan, WorkerState
 from cluster.models import local_folder
 from cluster.output.identity import device_kind, token_versions
 from cluster.output.lease import birth, holds
@@ -29,9 +30,11 @@ from cluster.output.storage import StorageError, Store
 from cluster.worker.auditwork import AuditWork, reference
 from cluster.worker.decode import DecodeLoop, OpenShard
 from cluster.worker.guards import Specials
+from cluster.worker.loans import Loans
 from cluster.worker.recorder import FlightRecorder, recorder_path
 from cluster.worker.shardwork import ShardWork
-from specfold import ConfigError, DecodeConfig, ModelError
+from specfold import Completion, ConfigError, DecodeConfig, ModelError, Request
+from specfold.request import ERROR
 
 MAX_OPEN_SHARDS = 4
 """Shards that come, wait or decode; beside them as many may be on their way to the disk."""
@@ -47,6 +50,7 @@ class Worker:
         self._store = Store(plan.output)
         self._decode: DecodeLoop | None = None
         self._running: dict[int, asyncio.Future[Failure | None]] = {}
+        self._helped: dict[int, OpenShard] = {}
         self._arrived = self._open = self._opening_rows = self._publishing = 0
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._writing = ThreadPoolExecutor(_WRITERS, "write")
@@ -87,6 +91,41 @@ class Worker:
             self._changed.clear()
             await self._changed.wait()
         return self._room()
+
+    async def lend(self, loan: int, count: int) -> list[Request]:
+        """Up to ``count`` rows for another worker to decode; ``take_back`` ends the loan."""
+        rows = self._loans.lend(loan, count)
+        self._changed.set()
+        return rows
+
+    async def take_back(self, loan: int, completions: list[Completion] | None) -> tuple[int, int]:
+        """End a loan, with its results or (None) without; how many rows were done, and how many of them failed."""
+        done = self._loans.take_back(loan, completions)
+        self._changed.set()
+        return done
+
+    async def help(self, loan: int, requests: list[Request]) -> tuple[Help, list[Completion] | None]:
+        """Decode rows of another worker: how that went, and their results if all of them are there."""
+        if self._broken:
+            return Help(0, 0, self._broken), None
+        assert self._decode is not None
+        shard = self._helped[loan] = OpenShard(_loan_index(loan), deque(requests), lends=False)
+        ended = self._running[shard.index] = self._loop.create_future()
+        self._decode.add(shard)
+        failure = await ended
+        del self._running[shard.index], self._helped[loan]
+        done = list(shard.results.values())
+        failed = sum(completion.finish_reason == ERROR for completion in done)
+        return Help(len(done), failed, failure), None if shard.missing else done
+
+    async def stop_helping(self, loan: int) -> None:
+        """The rows of a loan are wanted no more."""
+        shard = self._helped.get(loan)
+        if shard is not None and self._decode is not None:
+            self._decode.drop(shard)
+            ended = self._running[shard.index]
+            if shard.dropped and not ended.done():
+                ended.set_result(None)
 
     async def progress(self) -> WorkerState:
         """The live counters; answers while the engine works."""
@@ -184,6 +223,7 @@ class Worker:
             on_failure=lambda error: self._post(self._fail, error),
         )  # fmt: skip
         loop.start()
+        self._loans = Loans(loop)
         return loop
 
     async def _begin_audit(self) -> None:
@@ -207,7 +247,9 @@ class Worker:
         self._loop.call_soon_threadsafe(call, *args)
 
     def _finish(self, shard: OpenShard) -> None:
-        self._running[shard.index].set_result(None)
+        ended = self._running[shard.index]
+        if not ended.done():  # rows that were lent can come back after the engine has raised
+            ended.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
         """The engine raised: every open shard comes back. The rows in the engine stay in the flight recorder."""
@@ -223,6 +265,11 @@ class Worker:
         wanted = self._decode.wanted_rows(self._opening_rows) / ((config.shard_rows or 1) * config.num_samples)
         opened = max(self._open - self._publishing, self._publishing)
         return max(min(MAX_OPEN_SHARDS - opened, math.ceil(wanted)), 0)
+
+
+def _loan_index(loan: int) -> int:
+    """Beside the shards' own numbers."""
+    return -1 - loan
 
 
 def use_one_thread() -> None:

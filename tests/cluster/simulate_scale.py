@@ -26,7 +26,7 @@ from typing import Any
 
 from cluster.config import default_shard_rows
 from cluster.driver.dispatch import Dispatcher
-from cluster.driver.events import Done, Event, Progress, Ready, Room, Wake
+from cluster.driver.events import Done, Event, Helped, Progress, Ready, Returned, Room, Wake
 from cluster.driver.ledger import Ledger, ListFeed, Work
 from cluster.messages import Receipt, ShardRecord, ShardTask, WorkerInfo, WorkerState
 from cluster.output.summary import Tally
@@ -52,6 +52,11 @@ class Slots:
     done: int = 0
     busy_s: float = 0.0
     """Slot seconds with a row in them."""
+    lent: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Rows on other workers, by loan."""
+    helped: dict[int, int] = field(default_factory=dict)
+    """Rows of a loan that are still to be done here; ``helped_done``: that are done."""
+    helped_done: dict[int, int] = field(default_factory=dict)
     invited: bool = False
     ended: float = 0.0
 
@@ -64,6 +69,8 @@ class SlotPool(SimPool):
         self._batch, self._random = batch, random.Random(seed)
         self.slots: dict[str, Slots] = {}
         self.in_flight = self.most_in_flight = 0
+        self.loans = self.rows_lent = 0
+        self.donors: dict[int, str] = {}
         self.handed_out_at = 0.0
         self.began: float | None = None
 
@@ -107,15 +114,62 @@ class SlotPool(SimPool):
             self.at(seconds, _RowEnded(worker, shard))
         self._answer(worker, me)
 
+    def lend(self, loan: int, donor: str, helper: str, count: int) -> None:
+        me, other = self.slots[donor], self.slots[helper]
+        lendable: list[tuple[int, float]] = []
+        while me.waiting and me.waiting[-1][0] >= 0 and len(lendable) < count:
+            lendable.append(me.waiting.pop())
+        me.lent[loan] = lendable
+        self.loans += 1
+        self.rows_lent += len(lendable)
+        if not lendable:
+            self.at(HOP_S, Returned(donor, loan, 0, 0))
+            return
+        self.donors[loan] = donor
+        other.helped[loan] = len(lendable)
+        other.waiting.extend((-1 - loan, seconds) for _, seconds in lendable)
+        self._fill(helper, other)
+
+    def restore(self, loan: int, donor: str) -> None:
+        me = self.slots[donor]
+        me.waiting.extend(me.lent.pop(loan, ()))
+        self._fill(donor, me)
+
+    def stop_helping(self, loan: int, helper: str) -> None:
+        me = self.slots[helper]
+        me.waiting = deque(row for row in me.waiting if row[0] != -1 - loan)
+        if me.helped.pop(loan, 0):
+            self.at(HOP_S, Helped(helper, me.helped_done.pop(loan, 0), 0))
+
     def _end_row(self, worker: str, shard: int) -> None:
         me = self.slots[worker]
         me.free.append(self.now)
-        me.done, me.ended = me.done + 1, self.now
+        me.ended = self.now
+        if shard >= 0:
+            me.done += 1
+            self._count_off(worker, me, shard)
+        elif -1 - shard in me.helped:
+            me.done += 1
+            self._end_helped_row(worker, me, -1 - shard)
+        self._fill(worker, me)
+
+    def _end_helped_row(self, worker: str, me: Slots, loan: int) -> None:
+        me.helped[loan] -= 1
+        me.helped_done[loan] = me.helped_done.get(loan, 0) + 1
+        if not me.helped[loan]:
+            del me.helped[loan]
+            self.at(HOP_S, Helped(worker, me.helped_done.pop(loan), 0))
+            donor = self.donors.pop(loan)
+            rows = self.slots[donor].lent.pop(loan, [])
+            self.at(2 * HOP_S, Returned(donor, loan, len(rows), 0))
+            for shard, _ in rows:
+                self._count_off(donor, self.slots[donor], shard)
+
+    def _count_off(self, worker: str, me: Slots, shard: int) -> None:
         me.left[shard] -= 1
         if not me.left[shard]:
             del me.left[shard]
             self._publish(worker, me, me.missing.pop(shard))
-        self._fill(worker, me)
 
     def _publish(self, worker: str, me: Slots, work: Work) -> None:
         self.in_flight -= 1
@@ -125,7 +179,7 @@ class SlotPool(SimPool):
             finished={"stop": work.input_rows}, started=self.now - 60, ended=self.now,
             slowest=[[work.first_row, 0, 9.0]] * 10, lengths={str(n): 1 for n in range(16, 64)},
         )  # fmt: skip
-        self.at(HOP_S, Done(worker, Receipt(record, self._state(me))))
+        self.at(3 * HOP_S, Done(worker, Receipt(record, self._state(me))))
 
     def _answer(self, worker: str, me: Slots) -> None:
         """``Room``, as a real worker says it: fewer than a batch wait and few shards are open."""
@@ -200,6 +254,7 @@ def simulate(
         "workers_done_before_end_s": round(sum(after) / len(after), 1),
         "driver_us_a_row": round(spent.seconds / rows * 1e6, 2),
         "driver_rows_per_s": round(rows / spent.seconds), "needed_rows_per_s": round(rows / run_s),
+        "loans": pool.loans, "rows_lent": pool.rows_lent,
         "most_shards_in_flight": pool.most_in_flight, "driver_mib": host.memory,
     }  # fmt: skip
 
@@ -211,7 +266,7 @@ class _Stopwatch:
         self.seconds = 0.0
         for name in ("_handle", "_tick"):
             setattr(dispatcher, name, self._timed(getattr(dispatcher, name), 1))
-        for name in ("submit", "invite", "ask", "spawn"):
+        for name in ("submit", "invite", "ask", "spawn", "lend"):
             setattr(pool, name, self._timed(getattr(pool, name), -1))
 
     def _timed(self, call: Any, sign: int) -> Any:

@@ -126,6 +126,15 @@ class SimPool:
         self.at(time - self.now, Done(worker, Receipt(record, state)))
         self.at(max(time - self.now - ROW_S, 0.0), Room(worker))
 
+    def lend(self, loan: int, donor: str, helper: str, count: int) -> None:
+        raise AssertionError("these workers' states tell of no row that waits")
+
+    def restore(self, loan: int, donor: str) -> None:
+        raise AssertionError
+
+    def stop_helping(self, loan: int, helper: str) -> None:
+        raise AssertionError
+
     def forget(self, work: Work) -> None:
         work.payload = None
 

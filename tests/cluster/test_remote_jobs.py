@@ -79,7 +79,7 @@ def story(head: Head, object_store: ObjectStore, tmp_path_factory: pytest.TempPa
     told.folder.write_weights()
     object_store.fs.put_file(prompts, PROMPTS.removeprefix("s3://"))
     with object_store.app.misbehaving(every=10):
-        # Its two workers stand still after 40 rows each: looking at this store takes so long that the job could be over.
+        # Both workers stand still after 40 rows: looking at this store takes so long that the job could be over.
         first = start(told, head, "gated")
         deadline = time.monotonic() + 100
         while len(told.parts()) < 4 or f"data/train-{FAILING // 10:07d}.parquet" not in told.parts():

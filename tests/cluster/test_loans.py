@@ -1,0 +1,209 @@
+"""The end of a job: rows that wait on one worker begin on another, and nothing is lost when one of the two ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.driver.dispatch import Dispatcher
+from cluster.driver.events import Died
+from cluster.driver.ledger import Ledger, ListFeed
+from cluster.driver.loans import plan_loans
+from cluster.messages import RowKey, WorkerState
+from cluster.worker.decode import OpenShard
+from cluster.worker.loans import Loans
+from specfold import Completion, DecodeConfig, Request
+from tests.cluster.fake_engine import DECODED, FakeEngine, decode
+from tests.cluster.jobs import JobFolder
+from tests.cluster.processes import assert_undisturbed, when, worker_pids
+from tests.cluster.simulate_scale import SlotPool, TallyHost, simulate, works
+from tests.cluster.test_decode import loop, requests
+
+Counts = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), max_size=5)
+
+
+@given(Counts, Counts)
+def test_plan_lends_what_waits_and_no_more_than_can_begin(waiting: dict[str, int], free: dict[str, int]) -> None:
+    free = {name.upper(): rows for name, rows in free.items()}
+    loans = plan_loans(waiting, free)
+    lent = {name: sum(rows for donor, _, rows in loans if donor == name) for name in waiting}
+    got = {name: sum(rows for _, helper, rows in loans if helper == name) for name in free}
+    assert all(rows > 0 for _, _, rows in loans)
+    assert all(lent[name] <= waiting[name] for name in waiting)
+    assert all(got[name] <= free[name] for name in free)
+    assert sum(got.values()) == min(sum(waiting.values()), sum(free.values()))
+
+
+def test_few_rows_are_shared_evenly() -> None:
+    loans = plan_loans({"worker-0": 10, "worker-1": 2}, {"worker-2": 8, "worker-3": 8, "worker-4": 8})
+    got: dict[str, int] = {}
+    for _, helper, rows in loans:
+        got[helper] = got.get(helper, 0) + rows
+    assert sorted(got.values()) == [4, 4, 4]
+
+
+def test_one_shard_keeps_many_workers_busy() -> None:
+    """Rows enough for 8 batches on each of 16 workers, in two shards."""
+    found = simulate(16, 2048, batch=16, shard_rows=1024)
+    assert found["rows_done"] == 2048
+    assert found["run_s"] < 60  # 135 s when no row moves, and 20 s for the longest row alone
+
+
+@pytest.mark.parametrize("victim", ["donor", "helper"])
+def test_a_worker_that_dies_with_a_loan_costs_nothing_but_time(victim: str) -> None:
+    pool, host = SlotPool(3, batch=4), TallyHost(300)
+    killed: list[str] = []
+
+    def kill_one() -> None:
+        [(loan, donor)] = list(pool.donors.items())[:1] or [(None, "")]
+        if loan is not None and not killed:
+            helper = next(name for name, slots in pool.slots.items() if slots.helped.get(loan))
+            killed.append(donor if victim == "donor" else helper)
+            pool.at(0.0, Died(killed[0], "killed", by_rows=False))
+
+    host.tick = lambda live, wanted: kill_one()  # type: ignore[method-assign]
+    ledger = Ledger(ListFeed(works(300, 280)))
+    dispatcher = Dispatcher(pool, ledger, host, pool, stall_s=120.0, clock=lambda: pool.now)
+    dispatcher.run()
+    assert killed
+    assert host.tally.rows == 300
+    assert not pool.killed  # nobody was taken for stuck
+    assert dispatcher.live().unfinished_rows == 0
+
+
+def test_lent_rows_come_back_with_results(tmp_path: Path) -> None:
+    owner, events = loop(FakeEngine(), tmp_path / "owner")
+    shard = OpenShard(0, requests(0, 6))
+    owner.add(shard)
+    loans = Loans(owner)
+    lent = loans.lend(7, 4)
+    assert [request.row_id for request in lent] == [5, 4, 3, 2]  # those that would begin last
+    assert (owner.waiting_rows, shard.missing) == (2, 6)
+    owner.start()
+    while shard.missing > 4:
+        pass
+    assert events.empty() or events.next() == "room"
+    results = [decode(request, DecodeConfig()) for request in lent]
+    assert loans.take_back(7, results) == (4, 0)
+    assert events.next() is shard
+    assert {key.row_id for key in shard.results} == set(range(6))
+    assert loans.take_back(7, results) == (0, 0)  # once
+    assert owner.state().rows_done == 2  # the others count where they were decoded
+    owner.close()
+
+
+def test_lent_rows_that_come_back_without_results_are_decoded_and_stay(tmp_path: Path) -> None:
+    owner, events = loop(FakeEngine(), tmp_path / "owner")
+    shard = OpenShard(0, requests(0, 6))
+    owner.add(shard)
+    loans = Loans(owner)
+    loans.lend(1, 3)
+    loans.take_back(1, None)
+    assert loans.lend(2, 3) == []
+    owner.start()
+    while (event := events.next()) == "room":
+        pass
+    assert event is shard
+    assert len(shard.results) == 6
+    owner.close()
+
+
+class Held(FakeEngine):
+    """Stands still with two rows until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: deque[Request] = deque()
+        self.go = False
+
+    def stream(self, requests, config, batch_size):  # type: ignore[no-untyped-def]
+        for request in requests:
+            if request is not None:
+                self.inside.append(request)
+            if len(self.inside) == 2:
+                while not self.go:
+                    pass
+            while self.go and self.inside:
+                yield decode(self.inside.popleft(), config)
+
+
+def test_a_row_of_a_dropped_shard_that_is_in_the_engine_is_not_decoded_twice(tmp_path: Path) -> None:
+    """The owner of rows died, and its shard came to the worker that was helping it."""
+    engine = Held()
+    helper, events = loop(engine, tmp_path / "helper")
+    lent = OpenShard(-1, requests(2, 4))
+    helper.add(lent)
+    helper.start()
+    while len(engine.inside) < 2:
+        pass
+    helper.drop(lent)
+    shard = OpenShard(0, requests(0, 6))
+    helper.add(shard)
+    engine.go = True
+    while (event := events.next()) == "room":
+        pass
+    assert event is shard
+    assert {key: done.token_ids for key, done in shard.results.items()} == {
+        RowKey(row, 0): decode(Request([row, 3], row), DecodeConfig()).token_ids for row in range(6)
+    }
+    state: WorkerState = helper.state()
+    assert (state.rows_done, state.waiting_rows, state.active_rows) == (6, 0, 0)
+    helper.close()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_owner_and_then_a_helper_are_killed_while_rows_are_lent(folder: JobFolder) -> None:
+    """One shard of 110 rows beside one of 10; rows of the long one go to whoever has none left."""
+    started: list[int] = []
+    killed: list[tuple[str, int]] = []
+
+    def decoded(pid: int) -> int:
+        path = folder.root / DECODED / str(pid)
+        return path.stat().st_size if path.exists() else 0
+
+    def ready(role: str) -> Callable[[], bool]:
+        def check() -> bool:
+            now = [pid for pid in worker_pids() if decoded(pid) and pid not in {pid for _, pid in killed}]
+            if role == "owner":
+                started[:] = now
+                # The one with the short shard has begun rows beyond its own.
+                return len(folder.parts) == 1 and len(now) == 2 and min(map(decoded, now)) > 12
+            late = [pid for pid in now if pid not in started]
+            return bool(late) and decoded(late[0]) > 2
+
+        return check
+
+    def kill(role: str) -> None:
+        alive = [pid for pid in worker_pids() if decoded(pid) and pid not in {pid for _, pid in killed}]
+        pid = max(alive, key=decoded) if role == "owner" else next(p for p in alive if p not in started)
+        killed.append((role, pid))
+        os.kill(pid, signal.SIGKILL)
+
+    def both() -> None:
+        kill("owner")
+        when(ready("helper"), lambda: kill("helper"), timeout_s=60).join()
+
+    thread = when(ready("owner"), both, timeout_s=60)
+    prompts = folder.write_prompts(120)
+    assert folder.run(prompts, engine="counting_slowly", shard_rows=110, workers=2, batch_size=4) == 0
+    thread.join()
+    assert [role for role, _ in killed] == ["owner", "helper"]
+    assert_undisturbed(folder, 120)
+    assert folder.summary()["rows"]["failed"] == 0
+    assert not folder.leftovers
+
+
+def test_results_of_a_loan_that_failed_count_as_failed(tmp_path: Path) -> None:
+    owner, _ = loop(FakeEngine(), tmp_path / "owner")
+    owner.add(OpenShard(0, requests(0, 2)))
+    loans = Loans(owner)
+    [request] = loans.lend(1, 1)
+    failed = Completion(request.row_id, 0, [], "", "error", error="it broke", error_kind="nan_logits")
+    assert loans.take_back(1, [failed]) == (1, 1)
