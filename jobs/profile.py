@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,42 +78,29 @@ def profile(
         Runs of each setting; the median time counts. With one, the plots show no speed.
     """
     config = config or ToolConfig()
-    most = fixed_drafts(config)
-    counts = draft_counts or tuple(n for n in (1, 2, 4, 6, 8, 12, 16) if n <= most)
-    for name, value in (("rows", rows), ("repeats", repeats), ("draft-counts", min(counts, default=0))):
-        if value < 1:
-            raise UserError(f"--{name} must be at least 1, not {value}.")
-    if max(counts) > most:
-        raise UserError(f"--draft-counts must be at most --drafts ({most}), not {max(counts)}.")
-    if config.mode not in ("spiffy", "specfold"):
-        raise UserError(f"--mode {config.mode} has no drafts to profile.")
+    counts = _check(config, rows, repeats, draft_counts)
     require_matplotlib()
-    _make_folder(save)
     settled = settle(config)
+    decode, batch = settled.decode, settled.batch_size
+    for delta in deltas:
+        replace(decode.plain(), mode="specfold", delta=delta)  # a bad one is refused now, not after minutes
+    for delta_time in delta_times:
+        replace(decode.plain(), mode="specfold", delta_time=delta_time)
+    _make_folder(save)
     engine, model, folder = load_engine(settled)
     source = open_input(settled)
     prepared = sample_rows(settled, source, folder, rows)
     answers = sample_answers(settled, source, folder, prepared, answer_column)
     questions = [Question(row.prompt_ids or [], answer) for row, answer in zip(prepared, answers, strict=True)]
-    decode, batch = settled.decode, settled.batch_size
 
     watch = residuals(engine, questions, decode, batch)
-    shares, ripple = watch.shares(), watch.ripple()
-    if not shares:
+    tables = {"residuals": watch.shares(), "ripple": watch.ripple()}
+    if not tables["residuals"]:
         raise UserError("no draft was ever verified on these prompts, so there is nothing to profile.")
-    by_delta = sweep_delta(engine, questions, decode, deltas, batch, repeats)
-    by_time = sweep_time(engine, questions, decode, delta_times, batch, repeats)
-    by_drafts = sweep_drafts(engine, questions, decode, sorted(counts), batch, repeats)
-
-    tables = {"residuals": shares, "ripple": ripple, "delta": by_delta, "delta_time": by_time, "drafts": by_drafts}
-    for name, records in tables.items():
-        pq.write_table(pa.Table.from_pylist(records), save / f"{name}.parquet")
-    plot_shares(shares, save / "residuals.png")
-    plot_ripple(ripple, save / "ripple.png")
-    # A single run's time says little, so it is in the table alone.
-    plot_delta(by_delta, save / "delta.png", timed=repeats > 1)
-    plot_time(by_time, save / "delta_time.png", timed=repeats > 1)
-    plot_drafts(by_drafts, save / "drafts.png", timed=repeats > 1)
+    tables["delta"] = sweep_delta(engine, questions, decode, deltas, batch, repeats)
+    tables["delta_time"] = sweep_time(engine, questions, decode, delta_times, batch, repeats)
+    tables["drafts"] = sweep_drafts(engine, questions, decode, counts, batch, repeats)
+    _write_tables(save, tables, timed=repeats > 1)
     summary: dict[str, Any] = {
         "model": model.name,
         "rows": len(questions),
@@ -125,11 +113,38 @@ def profile(
     write_whole(save / "profile.json", json.dumps(summary, indent=1) + "\n")
     print(f"{save}: {len(questions)} prompts. Residuals of draft positions at a layer's entry: "
           f"{watch.share_below(0.1):.0%} at most 0.1, {watch.share_below(0.3):.0%} at most 0.3.")  # fmt: skip
-    for title, records in (("By delta", by_delta), ("By delta_time", by_time), ("By number of drafts", by_drafts)):
+    for title, name in (("By delta", "delta"), ("By delta_time", "delta_time"), ("By number of drafts", "drafts")):
         print(f"\n{title}")
-        print_table([{k: r[k] for k in _SHOWN if k in r} for r in records])
+        print_table([{k: r[k] for k in _SHOWN if k in r} for r in tables[name]])
     print(json.dumps(summary))
     return 0
+
+
+def _check(config: ToolConfig, rows: int, repeats: int, draft_counts: tuple[int, ...] | None) -> list[int]:
+    """Refuse what cannot be measured; the numbers of drafts to measure, in order."""
+    most = fixed_drafts(config)
+    counts = draft_counts or tuple(n for n in (1, 2, 4, 6, 8, 12, 16) if n <= most)
+    if config.mode not in ("spiffy", "specfold"):
+        raise UserError(f"--mode {config.mode} has no drafts to profile.")
+    if not most:
+        raise UserError("--drafts 0 leaves no drafts to profile.")
+    for name, value in (("rows", rows), ("repeats", repeats), ("draft-counts", min(counts))):
+        if value < 1:
+            raise UserError(f"--{name} must be at least 1, not {value}.")
+    if max(counts) > most:
+        raise UserError(f"--draft-counts must be at most --drafts ({most}), not {max(counts)}.")
+    return sorted(counts)
+
+
+def _write_tables(save: Path, tables: dict[str, list[dict[str, Any]]], *, timed: bool) -> None:
+    """Every table as Parquet and as a plot. A single run's time says little: it is in the tables alone."""
+    for name, records in tables.items():
+        pq.write_table(pa.Table.from_pylist(records), save / f"{name}.parquet")
+    plot_shares(tables["residuals"], save / "residuals.png")
+    plot_ripple(tables["ripple"], save / "ripple.png")
+    plot_delta(tables["delta"], save / "delta.png", timed=timed)
+    plot_time(tables["delta_time"], save / "delta_time.png", timed=timed)
+    plot_drafts(tables["drafts"], save / "drafts.png", timed=timed)
 
 
 def _make_folder(path: Path) -> None:

@@ -99,6 +99,23 @@ def test_profile_writes_tables_and_plots(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["share_below"]["entry"]["0.3"] > 0.5
 
 
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--drafts", "0"], "--drafts 0 leaves no drafts to profile."),
+        (["--deltas", "nan"], "delta must be a number up to 10, not nan."),
+        (["--delta-times", "2000"], "delta_time must be a number up to 10 or left out, not 2000.0."),
+        (["--answer-column", "x"], "--answer-column names the column 'x', which does not exist. The columns are prompt,"
+         " answer."),
+    ],
+)  # fmt: skip
+def test_profile_refuses_at_once(
+    args: list[str], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert profile.main(["--save", str(tmp_path / "p"), *args]) == 2
+    assert capsys.readouterr().err.strip() == f"error: {reason}"
+
+
 def test_profile_needs_drafts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert profile.main(["--save", str(tmp_path / "p"), "--mode", "vanilla"]) == 2
     assert capsys.readouterr().err.strip() == "error: --mode vanilla has no drafts to profile."
