@@ -1,18 +1,22 @@
 # `make demo` and `make test` are the whole set-up: each creates .venv if absent, installs the pinned packages, and runs.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
 ENGINE_TESTS := tests/kernels tests/specfold tests/test_structure.py
+COMMAND_TESTS := tests/jobs tests/cluster/evaluation
 
 .PHONY: demo test lint format clean
 
 demo: .venv/installed
 	$(BIN)/python jobs/generate.py
 
-# Two halves side by side: one computes, the other mostly waits for Ray. What the first one says comes last.
+# Three parts side by side: one computes, the others mostly wait for Ray. What the first ones say comes last.
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest $(ENGINE_TESTS) >.venv/engine-tests.log 2>&1 & engine=$$!; \
-	$(BIN)/python -m pytest tests $(patsubst %,--ignore=%,$(ENGINE_TESTS)); jobs=$$?; \
-	wait $$engine; engine=$$?; cat .venv/engine-tests.log; [ $$jobs = 0 ] && [ $$engine = 0 ]
+	@$(PYTEST) $(ENGINE_TESTS) >.venv/engine-tests.log 2>&1 & engine=$$!; \
+	$(PYTEST) $(COMMAND_TESTS) >.venv/command-tests.log 2>&1 & commands=$$!; \
+	$(PYTEST) tests $(patsubst %,--ignore=%,$(ENGINE_TESTS) $(COMMAND_TESTS)); cluster=$$?; \
+	wait $$engine; engine=$$?; wait $$commands; commands=$$?; cat .venv/engine-tests.log .venv/command-tests.log; \
+	[ $$cluster = 0 ] && [ $$engine = 0 ] && [ $$commands = 0 ]
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
