@@ -106,6 +106,7 @@ def _run(
     console = Console()
     token = secrets.token_hex(8)
     view = open_view(console)
+    store.say = view.say
     lease = Lease(store, token, view.say)
     keeper = OutputKeeper(store.url, partial(is_held, store))
     signals.last_words.append(lease.release)

@@ -86,6 +86,7 @@ class Job:
         try:
             self._decode(config, schema, left, host, summary)
         except (UserError, Interrupted) as error:
+            self._store.hurry()  # it may be what ended the job, and patience with each last file added up to a minute
             self._count_unretried(left)
             if admission.identity and not self._lease.lost:
                 state = "interrupted" if isinstance(error, Interrupted) else "stopped"

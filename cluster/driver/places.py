@@ -17,8 +17,10 @@ def choose_device(config: JobConfig) -> Literal["cpu", "cuda"]:
         if config.device == "cuda":
             raise UserError("--device cuda needs GPUs, but --gpus-per-worker is 0.")
         return "cpu"
-    if config.device == "cuda" and not has_gpus and config.ray_address is None:
-        raise UserError("--device cuda was given, but Ray finds no GPU on this machine.")
+    if not has_gpus and config.ray_address is None and (config.device == "cuda" or config.gpus_per_worker):
+        # On a cluster one may join; here workers would wait for it for ever.
+        asked = "--device cuda" if config.device == "cuda" else f"--gpus-per-worker {config.gpus_per_worker:g}"
+        raise UserError(f"{asked} was given, but Ray finds no GPU on this machine.")
     if config.device != "auto":
         return config.device
     device: Literal["cpu", "cuda"] = "cuda" if has_gpus or config.gpus_per_worker else "cpu"

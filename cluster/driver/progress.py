@@ -87,8 +87,12 @@ class Progress:
         self._clock = clock
         self._began = clock()
         self._pace = Pace(clock)
+        self._was_up = False
 
     def snapshot(self, counts: Counts, live: Live, wanted: int) -> Snapshot:
+        if not self._was_up:
+            self._pace.restart()  # loading is no part of the speed: the time left would begin far too long
+        self._was_up = self._was_up or live.workers_up > 0
         self._pace.add(counts)
         return Snapshot(
             counts,
@@ -107,6 +111,10 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._points: deque[tuple[float, int, int]] = deque()
+
+    def restart(self) -> None:
+        """Forget what came before."""
+        self._points.clear()
 
     def add(self, counts: Counts) -> None:
         now = self._clock()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from cluster.driver.progress import Snapshot, duration
 from cluster.driver.roster import DECODING, STATES
@@ -59,36 +60,50 @@ class BarView:
     """For terminals: one bar, and below it the workers."""
 
     def __init__(self, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("{task.fields[head]}"), BarColumn(), TextColumn("{task.fields[tail]}"), console=console
-        )
-        self._task = self._bar.add_task("", total=None, head="starting", tail="", start=True)
+        # The bar takes what its texts leave; whatever else there is to tell wraps below it on a narrow terminal.
+        columns = (TextColumn("{task.fields[head]}"), BarColumn(bar_width=None), TextColumn("{task.fields[left]}"))
+        self._bar = Progress(*columns, console=console, expand=True)
+        self._task = self._bar.add_task("", total=None, head="starting", left="", start=True)
+        self._told: RenderableType = self._bar
         self._live = Live(self._bar, console=console, auto_refresh=False)
         self._live.start()
 
     def show(self, snapshot: Snapshot) -> None:
-        head, _, tail = describe(snapshot).partition(", ")
-        counts = snapshot.counts
-        self._bar.update(self._task, completed=counts.rows, total=counts.total_rows, head=head, tail=tail)
+        counts, head, left = snapshot.counts, _rows(snapshot), _left(snapshot)
+        self._bar.update(self._task, completed=counts.rows, total=counts.total_rows, head=head, left=left)
+        self._told = Group(self._bar, Text(", ".join(_details(snapshot))))
         few = 0 < len(snapshot.workers) <= MAX_WORKERS
-        self._live.update(Group(self._bar, _table(snapshot)) if few else self._bar, refresh=True)
+        self._live.update(Group(self._told, _table(snapshot)) if few else self._told, refresh=True)
 
     def say(self, message: str) -> None:
         self._live.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._live.update(self._bar, refresh=True)
+        self._live.update(self._told, refresh=True)
         self._live.stop()
 
 
 def describe(snapshot: Snapshot) -> str:
     """One line: rows, speed now and over the run, acceptance, fold rate, positions computed for a token,
     failures, workers and their state, time left."""
+    return ", ".join(filter(None, [_rows(snapshot), *_details(snapshot), _left(snapshot)]))
+
+
+def _rows(snapshot: Snapshot) -> str:
     counts = snapshot.counts
-    parts = [count(counts.rows, "row")]
-    if counts.total_rows:
-        parts = [f"{counts.rows:,}/{counts.total_rows:,} rows ({counts.rows / counts.total_rows:.0%})"]
-    parts.append(f"{snapshot.tokens_per_s:,.0f} tokens/s ({snapshot.run_tokens_per_s:,.0f} over the run)")
+    if not counts.total_rows:
+        return count(counts.rows, "row")
+    return f"{counts.rows:,}/{counts.total_rows:,} rows ({counts.rows / counts.total_rows:.0%})"
+
+
+def _left(snapshot: Snapshot) -> str:
+    return "" if snapshot.eta_s is None else f"{duration(snapshot.eta_s)} left"
+
+
+def _details(snapshot: Snapshot) -> list[str]:
+    """What stands between the rows and the time left."""
+    counts = snapshot.counts
+    parts = [f"{snapshot.tokens_per_s:,.0f} tokens/s ({snapshot.run_tokens_per_s:,.0f} over the run)"]
     if snapshot.acceptance is not None:
         parts.append(f"acceptance {snapshot.acceptance:.0%}")
     if snapshot.fold_rate is not None:
@@ -98,9 +113,7 @@ def describe(snapshot: Snapshot) -> str:
     if counts.rows_failed:
         parts.append(f"{counts.rows_failed:,} failed")
     parts.append(_workers(snapshot))
-    if snapshot.eta_s is not None:
-        parts.append(f"{duration(snapshot.eta_s)} left")
-    return ", ".join(parts)
+    return parts
 
 
 def _workers(snapshot: Snapshot) -> str:

@@ -88,6 +88,7 @@ def find_files(prompts: str) -> list[InputFile] | None:
             return _matching(fs, path, shown)
         if isinstance(fs, LocalFileSystem):
             _raise_if_hidden(path)
+            _require_no_pipe(path)
     if "://" not in prompts and _looks_like_hub_id(prompts):
         return None
     raise UserError(f"--prompts {shown} does not exist.")
@@ -121,6 +122,15 @@ def _raise_if_hidden(path: str) -> None:
         os.stat(path)
 
 
+def _require_no_pipe(path: str) -> None:
+    """Refuse what can be read only once, or never ends; opening it could wait for ever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(
+            f"{path} is a pipe or a device; the input is read several times (to check it, to decode it, to resume), so "
+            "write it to a file."
+        )
+
+
 def _in_folder(fs: Any, folder: str, shown: str) -> list[InputFile]:
     paths = [entry["name"] for entry in fs.ls(folder, detail=True) if entry["type"] == "file"]
     known = [path for path in paths if _format(path) and not os.path.basename(path).startswith((".", "_"))]
@@ -150,7 +160,10 @@ def _one_format(files: list[InputFile], shown: str) -> list[InputFile]:
 
 
 def _input_file(fs: Any, path: str) -> InputFile:
-    name = path if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(path)
+    is_local = isinstance(fs, LocalFileSystem)
+    if is_local:
+        _require_no_pipe(path)
+    name = path if is_local else fs.unstrip_protocol(path)
     format = _format(path)
     if format is None:
         raise UserError(f"{without_secrets(name)} has an extension that is not supported; use {_known_formats()}.")

@@ -11,7 +11,7 @@ from cluster.input.shards import RawShard
 from cluster.messages import ShardRecord
 from cluster.output.footers import read_footers
 from cluster.output.rundir import RunDir
-from cluster.output.sink import STATS, ForeignPartError, PartError, part_name, stats_name
+from cluster.output.sink import STATS, ForeignPartError, MisplacedPartError, PartError, part_name, stats_name
 from cluster.output.storage import Store
 
 
@@ -37,17 +37,13 @@ def survey(
 ) -> Survey:
     """Hold every part against the input and the run's identity; ``shards`` is read as far as there are parts.
 
-    ``UserError`` names a part of another identity, one whose input has changed, and one beyond the input.
+    ``UserError`` names a part of another identity, one whose input has changed, and a file beyond the input.
     """
     result = Survey()
-    found = _read_records(rundir, result)
-    for index, record in found.items():
-        if record.identity != identity:
-            raise UserError(
-                f"{rundir.store.path(part_name(index))} was written by another run; "
-                "choose another --output, or --overwrite to start anew."
-            )
-    for raw in _until(shards, max(found, default=-1)):
+    found = _read_records(rundir, result, identity)
+    beyond = set(result.broken)
+    for raw in _until(shards, max([*found, *beyond], default=-1)):
+        beyond.discard(raw.index)
         if raw.index not in found:
             continue
         record = found.pop(raw.index)
@@ -63,6 +59,13 @@ def survey(
             f"{rundir.store.path(part_name(min(found)))} holds rows that the input no longer has (a smaller --limit "
             "or a shorter file); give the former input, choose another --output, or --overwrite to start anew."
         )
+    if beyond:
+        # No shard would ever replace it, and whoever reads the folder would read it with the others.
+        first = min(beyond)
+        raise UserError(
+            f"{rundir.store.path(part_name(first))} is no part of this run, whose input has no such shard "
+            f"({result.broken[first].removesuffix('.')}); take it out of the folder, or --overwrite to start anew."
+        )
     return result
 
 
@@ -75,10 +78,15 @@ def restore_stats(store: Store, records: Iterable[ShardRecord]) -> None:
             store.write(name, record.to_json(), durable=False)
 
 
-def _read_records(rundir: RunDir, result: Survey) -> dict[int, ShardRecord]:
-    """Footers of all whole parts; the others go to ``result.broken``."""
+def _read_records(rundir: RunDir, result: Survey, identity: str) -> dict[int, ShardRecord]:
+    """Footers of all whole parts; the others go to ``result.broken``. ``UserError`` for what no resume may replace."""
     found: dict[int, ShardRecord] = {}
     for index, record in read_footers(rundir):
+        if isinstance(record, ShardRecord | MisplacedPartError) and record.identity != identity:
+            raise UserError(
+                f"{rundir.store.path(part_name(index))} was written by another run; "
+                "choose another --output, or --overwrite to start anew."
+            )
         if isinstance(record, ForeignPartError):
             raise UserError(f"{rundir.store.url} cannot be used: {record}")
         if isinstance(record, PartError):

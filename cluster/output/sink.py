@@ -48,6 +48,14 @@ class ForeignPartError(PartError):
     """A whole file in ``data/`` that this program did not write."""
 
 
+class MisplacedPartError(PartError):
+    """A whole part under the name of another one; ``identity`` is that of the run which made it."""
+
+    def __init__(self, name: str, record: ShardRecord) -> None:
+        super().__init__(f"{name} holds shard {record.index}.")
+        self.identity = record.identity
+
+
 def output_schema(carried: pa.Schema) -> pa.Schema:
     """Columns of every part, whatever its rows: the keys, the carried columns, what decoding found."""
     return pa.schema([*_FIRST, *carried, *_LAST])
@@ -195,7 +203,7 @@ def read_record(store: Store, index: int, name: str = "") -> ShardRecord:
     except ValueError as error:
         raise PartError(f"{name} has a damaged footer: {error}") from None
     if record.index != index:
-        raise PartError(f"{name} holds shard {record.index}.")
+        raise MisplacedPartError(name, record)
     return record
 
 

@@ -33,6 +33,7 @@ _REASONS = {
 _MISTAKES = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 _MISTAKEN_NUMBERS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 _PAUSES_S = (0.5, 1.0, 2.0)
+_TELL_S = 30.0
 
 
 class StorageError(UserError):
@@ -73,6 +74,14 @@ class Store:
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self.root = os.path.abspath(os.path.expanduser(root)) if self.is_local else root.rstrip("/")
         self.url = self.root if self.is_local else self._fs.unstrip_protocol(self.root)
+        self.say: Callable[[str], None] = lambda _: None
+        """Hears when a store on the network stays away for more than a moment."""
+        self._pauses_s = () if self.is_local else _PAUSES_S
+        self._told = float("-inf")
+
+    def hurry(self) -> None:
+        """From now on ask once: whoever is about to give up need not wait for each of his last files."""
+        self._pauses_s = ()
 
     def path(self, name: str) -> str:
         """Where a file is, as shown to people."""
@@ -200,14 +209,22 @@ class Store:
 
         Its client has patience of its own, but not with every answer.
         """
-        for pause_s in () if self.is_local else _PAUSES_S:
+        for i, pause_s in enumerate(self._pauses_s):
             try:
                 return call(*args, **kwargs)
             except Exception as error:
                 if is_lasting(error) or not (isinstance(error, OSError) or is_client_error(error)):
                     raise
+                if i:
+                    self._tell(error)
             time.sleep(pause_s)
         return call(*args, **kwargs)
+
+    def _tell(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now - self._told >= _TELL_S:
+            self._told = now
+            self.say(f"{self.url} does not answer ({_words(error)}); trying again.")
 
     def _require_bucket(self) -> None:
         """Raise ``StorageError`` if the folder may not be looked into, or has no bucket to lie in."""
@@ -236,12 +253,16 @@ class Store:
         number = getattr(error, "errno", None)
         if self.is_local:
             reason = _REASONS.get(number, "") if number else ""
-            reason = reason or getattr(error, "strerror", None) or reason_of(error)
+            reason = reason or _words(error)
             is_mistake = isinstance(error, _MISTAKES) or number in _MISTAKEN_NUMBERS
         else:
-            reason, is_mistake = getattr(error, "strerror", None) or reason_of(error), is_lasting(error)
+            reason, is_mistake = _words(error), is_lasting(error)
         where = self.path(name) if name else self.url
-        raise StorageError(f"{where} cannot be {verb}: {str(reason).rstrip('.')}.", is_mistake=is_mistake) from None
+        raise StorageError(f"{where} cannot be {verb}: {reason.rstrip('.')}.", is_mistake=is_mistake) from None
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or reason_of(error)).rstrip(".")
 
 
 def _link_new(temporary: str, target: str) -> bool:

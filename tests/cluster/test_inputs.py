@@ -46,6 +46,15 @@ def mistake(prompts: Path | str, **settings: Any) -> str:
     return str(error.value)
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for prompts in (tmp_path / "pipe.jsonl", tmp_path / "*.jsonl"):
+        assert mistake(prompts).startswith(f"{tmp_path}/pipe.jsonl is a pipe or a device; ")
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end), os.fdopen(write_end):
+        assert mistake(f"/dev/fd/{read_end}").startswith(f"/dev/fd/{read_end} is a pipe or a device; ")
+
+
 def test_jsonl(tmp_path: Path) -> None:
     assert read(write_lines(tmp_path / "a.jsonl", ROWS)) == ROWS
 

@@ -219,6 +219,25 @@ def test_a_write_that_the_store_refuses_publishes_nothing_and_the_old_stays(
     assert store.read("part") == b"old"
 
 
+def test_a_store_that_stays_away_is_told_of_once_and_not_waited_for_at_the_end(
+    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr("cluster.output.storage._PAUSES_S", (0.01, 0.01))
+    store, said, before = Store(f"s3://{BUCKET}/away"), [], len(s3.app.made)
+    store.say = said.append
+    with s3.app.misbehaving(every=1, kinds=["500"]):
+        for _ in range(2):
+            with pytest.raises(StorageError):
+                store.write("part", b"x")
+        patient = len(s3.app.made) - before
+        store.hurry()
+        with pytest.raises(StorageError):
+            store.write("part", b"x")
+    assert said == [f"s3://{BUCKET}/away does not answer (InternalError by request); trying again."]
+    assert len(s3.app.made) - before - patient == patient / 6
+
+
 def test_of_two_that_create_a_file_one_does_also_where_answers_are_lost(s3: ObjectStore) -> None:
     """An answer that is lost is asked for again; that the file is there by then must not make its maker doubt."""
     store = Store(f"s3://{BUCKET}/created")

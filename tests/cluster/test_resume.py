@@ -104,6 +104,35 @@ def test_a_part_of_another_run_is_refused_by_name(folder: JobFolder, rundir: Run
         look(rundir, shards(folder, 8))
 
 
+def test_a_part_of_another_run_is_refused_under_any_name(folder: JobFolder, rundir: RunDir) -> None:
+    [first, _] = shards(folder, 8)
+    write_part(rundir, first, identity="other")
+    moved = folder.parts[0].rename(folder.output / part_name(1))
+    before = moved.read_bytes()
+    with pytest.raises(UserError, match=r"train-0000001\.parquet was written by another run"):
+        look(rundir, shards(folder, 8))
+    assert moved.read_bytes() == before
+
+
+def test_a_copy_of_a_part_is_run_again_where_it_can_be_and_refused_where_not(folder: JobFolder, rundir: RunDir) -> None:
+    for raw in shards(folder, 8):
+        write_part(rundir, raw)
+    (folder.output / part_name(1)).write_bytes(folder.parts[0].read_bytes())
+    found = look(rundir, shards(folder, 8))
+    assert (found.done, list(found.broken)) == ({0}, [1])
+    (folder.output / part_name(2)).write_bytes(folder.parts[0].read_bytes())
+    with pytest.raises(UserError, match=r"train-0000002\.parquet is no part of this run.*\(.*holds shard 0\)"):
+        look(rundir, shards(folder, 8))
+
+
+def test_a_cut_file_beyond_the_input_is_refused_by_name(folder: JobFolder, rundir: RunDir) -> None:
+    for raw in shards(folder, 8):
+        write_part(rundir, raw)
+    (folder.output / part_name(9)).write_bytes(folder.parts[0].read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"train-0000009\.parquet is no part of this run.*not a whole Parquet file"):
+        look(rundir, shards(folder, 8))
+
+
 def test_a_foreign_parquet_file_is_refused_and_not_overwritten(folder: JobFolder, rundir: RunDir) -> None:
     import pyarrow.parquet as pq
 

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from cluster.driver.check import RowCheck, check_rows, rows_to_check
 from cluster.driver.job import ranges
-from cluster.driver.places import worker_count
+from cluster.driver.places import choose_device, worker_count
 from cluster.driver.progress import Counts, Pace, Progress, Snapshot, WarmUp
 from cluster.driver.roster import DECODING, IDLE, LOADING, Live, WorkerLine
 from cluster.driver.views import BarView, LineView, describe, open_view
+from cluster.errors import UserError
 from cluster.input.schema import carried_schema
 from cluster.input.source import open_input
 from cluster.messages import ShardRecord, WorkerState
@@ -79,6 +80,21 @@ def test_progress_tells_the_speed_now_and_over_the_run_and_the_time_left() -> No
     assert told["workers"]["worker-0"]["rows"] == 7
 
 
+def test_the_time_left_does_not_count_the_seconds_in_which_workers_load() -> None:
+    now = 0.0
+    progress = Progress(lambda: now)
+    loading, up = (Live(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, n, workers(LOADING)) for n in (0, 1))
+    for second in range(61):  # 100 rows stood there; 50 s go into loading, then there are 5 rows a second
+        now = float(second)
+        done = 5 * max(second - 50, 0)
+        at_hand = counts(rows=100 + done, total_rows=300, output_tokens=10 * done)
+        seen = progress.snapshot(at_hand, up if second >= 50 else loading, 1)
+        assert second > 50 or seen.eta_s is None
+    assert seen.eta_s == pytest.approx((300 - 150) / 5, rel=0.05)
+    assert seen.tokens_per_s == pytest.approx(50.0, rel=0.05)
+    assert seen.run_tokens_per_s == pytest.approx(500 / 60)
+
+
 def test_the_speed_now_is_that_of_the_last_minute_and_the_time_left_that_of_five() -> None:
     now = 0.0
     pace = Pace(lambda: now)
@@ -131,6 +147,14 @@ def test_a_terminal_gets_a_bar_and_its_workers() -> None:
     assert "worker-1 is gone" in shown
     for i, doing in enumerate(("decoding", "decoding", "idle", "loading")):
         assert re.search(rf"worker-{i} +node-a +{doing} +7 +0 ", shown)
+
+    narrow = io.StringIO()
+    bar = BarView(Console(file=narrow, force_terminal=True, width=60))
+    bar.show(snapshot(eta_s=3700.0))
+    bar.close()
+    shown = narrow.getvalue()
+    assert re.search(r"50/200 rows \(25%\).*━━━.*1h01m left", shown)
+    assert re.search(r"\n.*1\s+idle\)", shown), "what does not fit is on the next line"
 
     many = io.StringIO()
     bar = BarView(Console(file=many, force_terminal=True, width=200))
@@ -245,6 +269,18 @@ def test_an_empty_check_says_nothing() -> None:
 )
 def test_missing_shards_are_told_as_ranges(indexes: list[int], text: str) -> None:
     assert ranges(indexes) == text
+
+
+@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"device": "auto", "gpus_per_worker": 0.5}])
+def test_gpus_that_this_machine_lacks_are_refused_and_not_waited_for(
+    folder: JobFolder, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
+    flag = "--gpus-per-worker 0.5" if "gpus_per_worker" in settings else "--device cuda"
+    with pytest.raises(UserError, match=f"^{flag} was given, but Ray finds no GPU on this machine"):
+        choose_device(folder.config("in.jsonl", **settings))
+    remote = folder.config("in.jsonl", ray_address="10.0.0.1:6379", **settings)
+    assert choose_device(remote) == "cuda", "a node with GPUs may join"
 
 
 @pytest.mark.parametrize(
