@@ -206,8 +206,10 @@ class JobHost:
             self._summary.write("running")
 
     def conclude(self, live: Live, wanted: int) -> None:
-        """Every part is published: let the metrics end with the final figures."""
-        self._metrics.update(self._look(live, wanted), is_last=True)
+        """Every part is published: let the metrics and the view end with the final figures."""
+        snapshot = self._look(live, wanted)
+        self._metrics.update(snapshot, is_last=True)
+        self._view.show(snapshot)
 
     def _look(self, live: Live, wanted: int) -> Snapshot:
         return self._progress.snapshot(self._counts(live), live, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import datasets
 import pyarrow as pa
@@ -17,6 +18,14 @@ from tests.cluster.fake_engine import NAN
 from tests.cluster.jobs import JobFolder, expected, keys
 
 pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def test_the_bar_ends_where_the_job_does(
+    folder: JobFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # to the output, a terminal
+    assert folder.run(folder.write_prompts(20), shard_rows=10) == 0
+    assert re.findall(r"\d+/\d+ rows \(\d+%\)", capsys.readouterr().out)[-1] == "20/20 rows (100%)"
 
 
 def test_every_row_once_and_in_order(folder: JobFolder) -> None:
