@@ -18,7 +18,11 @@ _VOID, _DENOISE, _FINAL, _NEVER = tl.constexpr(VOID), tl.constexpr(DENOISE), tl.
 _NUM_FLAGS = tl.constexpr(len(FLAGS))
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(
+    do_not_specialize=["threshold"],
+    # Parts of one tensor: where they begin depends on the batch.
+    do_not_specialize_on_alignment=["p_commit_branch", "p_commit_length", "p_commit_start", "p_valid"],
+)
 def accept_kernel(
     p_active,
     p_pending,

@@ -26,11 +26,12 @@ KEY_TILE = 32
 
 @triton.jit
 def _source_rows(
-    p_keep, p_row, ancestors, i_s, o_t, valid, B: tl.constexpr, T: tl.constexpr, CACHE: tl.constexpr
+    p_keep, p_row, ancestors, i_s, o_t, valid, num_branches, ONE_BRANCH: tl.constexpr, T: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """Row that serves each position of a branch: that of its nearest kept ancestor; 0 where not valid."""
-    p_row += i_s * (B * T)
-    if B > 1:
+    p_row += i_s * (num_branches * T)
+    if not ONE_BRANCH:
         b_kept = tl.load(p_keep + i_s * T + o_t, mask=valid, other=0, cache_modifier=CACHE)
         p_row += highest_bit(b_kept & ancestors) * T
     return tl.load(p_row + o_t, mask=valid, other=0, cache_modifier=CACHE)
@@ -75,12 +76,12 @@ def _load_keys(p_k, p_v, b_row, inside, i_g, G: tl.constexpr, D: tl.constexpr, B
     return b_k, tl.load(p_v + o_kv, mask=mask, other=0.0, cache_modifier=CACHE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_branches"])
 def _block_kernel(
     p_q, p_k, p_v, p_m, p_l, p_acc, p_keep, p_row, p_slot_count, p_num_live, p_slot, p_branch, p_kind, p_start,
-    p_ancestors, p_length, p_out, scale_log2, num_slots, num_rows,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr, T: tl.constexpr, UNIT: tl.constexpr,
-    FINAL_KIND: tl.constexpr, LIMITED: tl.constexpr, ONE_SLOT: tl.constexpr, STATES: tl.constexpr,
+    p_ancestors, p_length, p_out, scale_log2, num_slots, num_branches, num_rows,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, T: tl.constexpr, UNIT: tl.constexpr, FINAL_KIND: tl.constexpr,
+    LIMITED: tl.constexpr, ONE_SLOT: tl.constexpr, ONE_BRANCH: tl.constexpr, STATES: tl.constexpr,
     PREFIX_BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT_TILES: tl.constexpr,
     KEYS_A_TILE: tl.constexpr, TILES: tl.constexpr, STORED: tl.constexpr, BY_ROW: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
@@ -95,7 +96,7 @@ def _block_kernel(
     i_s, i_b = 0, 0
     if not ONE_SLOT:
         i_s = tl.load(p_slot + i_a, cache_modifier=CACHE)
-    if B > 1:
+    if not ONE_BRANCH:
         i_b = tl.load(p_branch + i_a, cache_modifier=CACHE)
     if i_a >= tl.load(p_num_live, cache_modifier=CACHE):
         if EARLY:
@@ -110,11 +111,11 @@ def _block_kernel(
     _, num_states = cut_prefix(num_queries, start, num_slots, G, PREFIX_BM, CHUNKS, CHUNK, SPLIT_TILES, KEYS_A_TILE)
     is_final = True
     if UNIT < T:
-        is_final = tl.load(p_kind + i_s * B + i_b, cache_modifier=CACHE) == FINAL_KIND
+        is_final = tl.load(p_kind + i_s * num_branches + i_b, cache_modifier=CACHE) == FINAL_KIND
 
     o_u, o_d = tl.arange(0, BN), tl.arange(0, BD)
     inside = o_u < length
-    b_row = _source_rows(p_keep, p_row, ancestors, i_s, o_u, inside, B, T, CACHE)
+    b_row = _source_rows(p_keep, p_row, ancestors, i_s, o_u, inside, num_branches, ONE_BRANCH, T, CACHE)
     b_k, b_v = _load_keys(p_k, p_v, b_row, inside, i_g, G, D, BD, CACHE)
     for i in range(TILES):
         o_m = (i_m * TILES + i) * BM + tl.arange(0, BM)
@@ -123,7 +124,7 @@ def _block_kernel(
         mask = valid[:, None]
         if D < BD:
             mask = mask & (o_d < D)[None, :]
-        b_source = _source_rows(p_keep, p_row, ancestors, i_s, o_t, valid, B, T, CACHE)
+        b_source = _source_rows(p_keep, p_row, ancestors, i_s, o_t, valid, num_branches, ONE_BRANCH, T, CACHE)
         if BY_ROW:
             valid = valid & (b_source < tl.num_programs(1) * T)
             mask = mask & valid[:, None]
@@ -159,7 +160,9 @@ def _block_kernel(
             for first in range(BN, end, BN):
                 o_next = first + o_u
                 inside_next = o_next < length
-                b_row = _source_rows(p_keep, p_row, ancestors, i_s, o_next, inside_next, B, T, CACHE)
+                b_row = _source_rows(
+                    p_keep, p_row, ancestors, i_s, o_next, inside_next, num_branches, ONE_BRANCH, T, CACHE
+                )
                 b_k_next, b_v_next = _load_keys(p_k, p_v, b_row, inside_next, i_g, G, D, BD, CACHE)
                 visible = inside_next[None, :]
                 if UNIT < T:
@@ -236,16 +239,17 @@ def block_attention(
         out_NX,
         scale * math.log2(math.e),
         num_slots,
+        num_branches,
         len(q_RHD),
         H=num_heads,
         G=num_kv,
         D=head_dim,
-        B=num_branches,
         T=block,
         UNIT=mask_unit,
         FINAL_KIND=FINAL,
         LIMITED=length_S is not None,
         ONE_SLOT=num_slots == 1,
+        ONE_BRANCH=num_branches == 1,
         STATES=len(state.m_CGRY),
         PREFIX_BM=plan.query_tile,
         CHUNKS=plan.max_chunks,

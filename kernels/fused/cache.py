@@ -63,7 +63,10 @@ def commit_kv(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows", "num_slots", "num_branches", "num_entries", "num_pages"],
+    do_not_specialize_on_alignment=["p_commit", "p_length", "p_start"],
+)
 def _commit_kernel(
     p_k,
     p_v,

@@ -73,7 +73,7 @@ def build_branches(
         predictions.confidence_AT,
         predictions.top_logprob_ATJ,
         predictions.invalid_A,
-        A=len(branches.slot_A),
+        len(branches.slot_A),
         B=num_branches,
         BB=height,
         T=block,
@@ -108,7 +108,7 @@ def num_warps(num_elements: int) -> int:
     return max(1, min(16, num_elements // 64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _build_kernel(
     p_active,
     p_state,
@@ -143,7 +143,7 @@ def _build_kernel(
     p_confidence,
     p_top_logprob,
     p_invalid,
-    A: tl.constexpr,
+    room,
     B: tl.constexpr,
     BB: tl.constexpr,
     T: tl.constexpr,
@@ -217,7 +217,7 @@ def _build_kernel(
 
     list_head_rows(
         i_s, masked, kind, index, start, o_t, p_head_count, p_head_hidden, p_head_target, p_head_slot, p_head_position,
-        p_head_masks_left, p_head_greedy, A, T, NUM_RANKS, GROUP, HAS_THRESHOLD, SHIFT, SEEDED, SEED_SAMPLED, VERIFY,
+        p_head_masks_left, p_head_greedy, room, T, NUM_RANKS, GROUP, HAS_THRESHOLD, SHIFT, SEEDED, SEED_SAMPLED, VERIFY,
     )  # fmt: skip
 
 

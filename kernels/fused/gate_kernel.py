@@ -16,7 +16,7 @@ from kernels.fused.residual import add_rows, added_row, rms_norm_row, source_row
 _DENOISE = tl.constexpr(DENOISE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_count", "p_slot_count", "p_used", "p_valid"])
 def gate_kernel(
     p_source,
     p_parts,

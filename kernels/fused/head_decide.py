@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.fused.launch import wait_for_inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "num_answers"])
 def decide_rows(
     p_count,
     p_target,
@@ -33,10 +33,10 @@ def decide_rows(
     p_next,
     p_invalid,
     start,
+    num_answers,
     V: tl.constexpr,
     NUM_TILES: tl.constexpr,
     NT: tl.constexpr,
-    NUM_AT: tl.constexpr,
     T: tl.constexpr,
     J: tl.constexpr,
     JP: tl.constexpr,
@@ -84,9 +84,9 @@ def decide_rows(
                 confidence = tl.exp(tl.div_rn(logit, temperature) - tl.div_rn(best, temperature)) / mass
     # NaN and infinity reach the total through the sums.
     if (total != total) | (tl.abs(total) == float("inf")):
-        tl.store(p_invalid + target % NUM_AT // T, 1)
-    if target >= NUM_AT:
-        tl.store(p_next + target - NUM_AT, token.to(tl.int64))
+        tl.store(p_invalid + target % num_answers // T, 1)
+    if target >= num_answers:
+        tl.store(p_next + target - num_answers, token.to(tl.int64))
     else:
         tl.store(p_token + target, token.to(tl.int64))
         tl.store(p_confidence + target, confidence)

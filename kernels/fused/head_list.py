@@ -30,7 +30,7 @@ def list_head_rows(
     p_position,
     p_masks_left,
     p_greedy,
-    A: tl.constexpr,
+    room,
     T: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -40,7 +40,7 @@ def list_head_rows(
     SEED_SAMPLED: tl.constexpr,
     VERIFY: tl.constexpr,
 ):
-    """Lists a slot's rows: needed masks of its branches, and what follows its final branches."""
+    """Lists a slot's rows: needed masks of its branches, and what follows its final branches. ``room`` is A."""
     need = needed(masked, o_t, T, NUM_RANKS, GROUP, HAS_THRESHOLD) & (kind != _VOID)[:, None]  # [BB, BT]
     after = need & (masked == 0)  # none
     if SEEDED:
@@ -53,7 +53,7 @@ def list_head_rows(
     place = index[:, None] * T + o_t[None, :]
     wanted = wanted > 0
     tl.store(p_hidden + row, tl.where(after, place, place - SHIFT), mask=wanted)
-    tl.store(p_target + row, tl.where(after, place + A * T, place), mask=wanted)
+    tl.store(p_target + row, tl.where(after, place + room * T, place), mask=wanted)
     tl.store(p_slot + row, tl.zeros_like(place) + i_s, mask=wanted)
     tl.store(p_position + row, (start + o_t)[None, :].to(tl.int32) + after.to(tl.int32), mask=wanted)
     # A draft drawn under the noise of its verification is the likeliest to pass it.

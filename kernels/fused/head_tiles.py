@@ -19,6 +19,8 @@ from kernels.fused.layout import HeadRows, Predictions
 from kernels.fused.linear_plan import NUM_SMS
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+_CLEAR = 256
+"""Answers that a program resets at a time: one a thread."""
 
 
 def logit_tiles(
@@ -62,15 +64,15 @@ def logit_tiles(
         out.top_logprob_ATJ,
         out.invalid_A,
         start,
+        num_branches * block if start == 0 else 0,
+        num_branches,
         E=width,
         V=vocab,
         MASK=mask_id,
         NUM_TILES=num_tiles,
         KEEP=keep,
-        NUM_AT=num_branches * block if start == 0 else 0,
-        NUM_A=num_branches,
         J=num_top,
-        CLEAR=triton.next_power_of_2(triton.cdiv(num_branches * block * max(num_top, 1), programs)),
+        CLEAR=_CLEAR,
         HEIGHTS=tiles.heights,
         BV=VOCAB_TILE,
         BK=tiles.tile_k,
@@ -119,7 +121,7 @@ def _piece_of(x32, x64, x128, x256, ROWS: tl.constexpr):
         return x256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["end", "start", "num_answers", "num_branches"])
 def _logit_tiles_kernel(
     x32,
     x64,
@@ -138,13 +140,13 @@ def _logit_tiles_kernel(
     p_logprob,
     p_invalid,
     start,
+    num_answers,
+    num_branches,
     E: tl.constexpr,
     V: tl.constexpr,
     MASK: tl.constexpr,
     NUM_TILES: tl.constexpr,
     KEEP: tl.constexpr,
-    NUM_AT: tl.constexpr,
-    NUM_A: tl.constexpr,
     J: tl.constexpr,
     CLEAR: tl.constexpr,
     HEIGHTS: tl.constexpr,
@@ -164,12 +166,14 @@ def _logit_tiles_kernel(
     if LINES > 0:
         _prefetch(p_weight, tl.program_id(0), E, V, BV, LINES)
     wait_for_inputs(OVERLAP)
-    if NUM_AT > 0:  # the first slice resets the answers: a launch less
-        i_clear = tl.program_id(0) * CLEAR + tl.arange(0, CLEAR)
-        tl.store(p_confidence + i_clear, float("-inf"), mask=i_clear < NUM_AT)
-        tl.store(p_invalid + i_clear, 0, mask=i_clear < NUM_A)
+    # The first slice resets the answers: a launch less. In the others there are none to reset.
+    num_values = num_answers * J if J > 1 else num_answers
+    for first in tl.range(tl.program_id(0) * CLEAR, num_values, tl.num_programs(0) * CLEAR):
+        i_clear = first + tl.arange(0, CLEAR)
+        tl.store(p_confidence + i_clear, float("-inf"), mask=i_clear < num_answers)
+        tl.store(p_invalid + i_clear, 0, mask=i_clear < num_branches)
         if J > 0:
-            tl.store(p_logprob + i_clear, float("-inf"), mask=i_clear < NUM_AT * J)
+            tl.store(p_logprob + i_clear, float("-inf"), mask=i_clear < num_values)
     stop = tl.minimum(tl.load(p_count), end)
     tiles_m = tl.cdiv(tl.maximum(stop - start, 0), HEIGHTS[len(HEIGHTS) - 1])
     needed = tl.cdiv(stop - start, tl.maximum(tiles_m, 1))

@@ -31,7 +31,7 @@ MOST_WAVES = 12
 """Launched programs, in waves, beyond those that the tallest tiles need; a cut into more is not considered."""
 
 
-@triton.jit(do_not_specialize=["rows_per_count", "splits"])
+@triton.jit(do_not_specialize=["rows_per_count", "splits"], do_not_specialize_on_alignment=["p_used", "p_count"])
 def _project_kernel(
     x16, x32, x64, x128, x256, w, p_weight, p_out, p_used, p_count, rows_per_count, room_m, N, K, splits, split_k,
     part_stride, side_by_side_rows,

@@ -70,7 +70,7 @@ def head_norm(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_branches"], do_not_specialize_on_alignment=["p_used", "p_count"])
 def _head_norm_kernel(
     p_stream,
     p_parts,

@@ -97,7 +97,7 @@ def _store_heads(p_out, i_row, o_h, m_h, o_d, m_d, b_x, heads: tl.constexpr, D: 
     tl.store(p_out + o_x, b_x.to(p_out.dtype.element_ty), mask=inside[:, None] & m_d[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["p_used", "p_count"])
 def _rope_kernel(
     p_parts,
     p_used,

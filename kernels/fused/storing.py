@@ -62,8 +62,8 @@ def store_accepted(
         down.stride,
         arena.num_rows,
         room,
+        branches.kind_SB.shape[1],
         T=block,
-        B=branches.kind_SB.shape[1],
         E=width,
         K=len(down.values_KRN),
         COUNTED=down.used_1 is not None,
@@ -86,11 +86,11 @@ def store_accepted(
 
 
 @triton.jit
-def _source(p_keep, p_row, i_branch, ancestors, i_map, i_s, i_t, B: tl.constexpr, T: tl.constexpr):
+def _source(p_keep, p_row, ancestors, i_map, i_t, num_branches, T: tl.constexpr):
     """Branch and row that serve a position, and whether that is a row of this step. ``i_map``: layer and slot."""
     kept = tl.load(p_keep) & ancestors
     i_source = highest_bit(kept)
-    return i_source, tl.load(p_row + (i_map * B + i_source) * T + i_t), kept != 0
+    return i_source, tl.load(p_row + (i_map * num_branches + i_source) * T + i_t), kept != 0
 
 
 @triton.jit
@@ -100,11 +100,11 @@ def _copy(p, i_from, i_to, W: tl.constexpr, BW: tl.constexpr):
     tl.store(p + i_to * W + o, tl.load(p + i_from * W + o, mask=o < W), mask=o < W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_branches"])
 def _store_kernel(
     p_stream, p_q, p_k, p_v, p_m, p_l, p_acc, p_ffn, p_keep, p_row, p_counts, p_index, p_ancestors, p_start,
-    p_accepted, p_parts, p_used, layer_stride, stride, num_rows, room,
-    T: tl.constexpr, B: tl.constexpr, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr, H: tl.constexpr,
+    p_accepted, p_parts, p_used, layer_stride, stride, num_rows, room, num_branches,
+    T: tl.constexpr, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, PREFIX_BM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     SPLIT_TILES: tl.constexpr, KEYS_A_TILE: tl.constexpr, STATES: tl.constexpr, BQ: tl.constexpr, BKV: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -121,12 +121,12 @@ def _store_kernel(
         o_layer = tl.cast(i_l, tl.int64) * room
         i_map = i_l * num_slots + i_s
         p_kept = p_keep + (2 * i_l * num_slots + i_s) * T + i_t
-        i_source, i_row, kept = _source(p_kept, p_row, i_branch, ancestors, i_map, i_s, i_t, B, T)
+        i_source, i_row, kept = _source(p_kept, p_row, ancestors, i_map, i_t, num_branches, T)
         if kept:
             _copy(p_q, o_layer + i_row, o_layer + i_to, H * D, BQ)
             _copy(p_k, o_layer + i_row, o_layer + i_to, G * D, BKV)
             _copy(p_v, o_layer + i_row, o_layer + i_to, G * D, BKV)
-            i_p = tl.load(p_index + i_s * B + i_source) * T + i_t
+            i_p = tl.load(p_index + i_s * num_branches + i_source) * T + i_t
             _copy(p_stream, 2 * o_layer + i_p, 2 * o_layer + i_to, E, BE)
             length = tl.load(p_start + i_s).to(tl.int32)
             num_queries = tl.load(p_counts + 2 * i_l * (num_slots + 1) + 1 + i_s) * GROUP
@@ -155,11 +155,9 @@ def _store_kernel(
                 tl.store(p_acc + o_to[:, None] * D + o_d[None, :], b_acc, mask=mask)
 
         p_kept += num_slots * T
-        i_source, i_row, kept = _source(
-            p_kept, p_row, i_branch, ancestors, num_layers * num_slots + i_map, i_s, i_t, B, T
-        )
+        i_source, i_row, kept = _source(p_kept, p_row, ancestors, num_layers * num_slots + i_map, i_t, num_branches, T)
         if kept:
-            i_p = tl.load(p_index + i_s * B + i_source) * T + i_t
+            i_p = tl.load(p_index + i_s * num_branches + i_source) * T + i_t
             _copy(p_stream, 2 * o_layer + room + i_p, 2 * o_layer + room + i_to, E, BE)
             used = K
             if COUNTED:

@@ -41,7 +41,6 @@ def tally_folds(
         counters.folded_ffn_SLK,
         counters.main_qkv_SL,
         counters.main_ffn_SL,
-        L=num_layers,
         B=graph.num_branches,
         BB=height,
         T=block,
@@ -64,7 +63,6 @@ def _tally_kernel(
     p_folded_ffn,
     p_main_qkv,
     p_main_ffn,
-    L: tl.constexpr,
     B: tl.constexpr,
     BB: tl.constexpr,
     T: tl.constexpr,
@@ -74,7 +72,7 @@ def _tally_kernel(
     OVERLAP: tl.constexpr,
 ):
     i_s, i_l = tl.program_id(0), tl.program_id(1)
-    num_slots = tl.num_programs(0)
+    num_slots, num_layers = tl.num_programs(0), tl.num_programs(1)
     o_b, o_t = tl.arange(0, BB), tl.arange(0, BT)
     wait_for_inputs(OVERLAP)
     kind = tl.load(p_kind + i_s * B + o_b, mask=o_b < B, other=0)
@@ -86,12 +84,12 @@ def _tally_kernel(
         p_rows, p_folded = (p_qkv_rows, p_folded_qkv) if i_k == 0 else (p_ffn_rows, p_folded_ffn)
         tl.atomic_add(p_rows + i_s, tl.sum(kept, axis=0).to(tl.int64), sem="relaxed")
         if K > 0:
-            o_k = (i_s * L + i_l) * K + depth - 1
+            o_k = (i_s * num_layers + i_l) * K + depth - 1
             tl.atomic_add(p_folded + o_k, (T - kept).to(tl.int64), mask=draft, sem="relaxed")
         if CARRIES:
             p_main = p_main_qkv if i_k == 0 else p_main_ffn
             folded = tl.sum(tl.where((kind == _DENOISE) & (o_b == 0), T - kept, 0), axis=0)
-            tl.atomic_add(p_main + i_s * L + i_l, folded.to(tl.int64), sem="relaxed")
+            tl.atomic_add(p_main + i_s * num_layers + i_l, folded.to(tl.int64), sem="relaxed")
 
 
 def tally_folds_reference(
