@@ -61,8 +61,9 @@ class Member:
 
     @property
     def waits_for_others(self) -> bool:
-        """All that is left of its rows is on other workers."""
-        return self.lent > 0 and not (self.state.active_rows or self.state.waiting_rows)
+        """All that it could do is on other workers: rows that it lent, or that it is lent and that have not come, or
+        whose results the other has not taken yet."""
+        return self.lent + self.helping > 0 and not (self.state.active_rows or self.state.waiting_rows)
 
     @property
     def free_rows(self) -> int:
