@@ -166,9 +166,10 @@ class Roster:
 
     def live(self) -> Live:
         members = self.members.values()
+        alive = [m for m in members if not m.dying]  # what the others had done is lost with them
         return Live(
-            unfinished_rows=sum(max(m.state.rows_done - m.banked_rows, 0) for m in members),
-            unfinished_failed=sum(max(m.state.rows_failed - m.banked_failed, 0) for m in members),
+            unfinished_rows=sum(max(m.state.rows_done - m.banked_rows, 0) for m in alive),
+            unfinished_failed=sum(max(m.state.rows_failed - m.banked_failed, 0) for m in alive),
             rows=self._sum("rows_done"),
             failed=self._sum("rows_failed"),
             output_tokens=self._sum("output_tokens"),
