@@ -140,9 +140,12 @@ class Ledger:
         """
         lone = next(iter(suspects)) if len(suspects) == 1 else None
         self._deaths += bool(suspects)
+        held = sorted(self._held.pop(worker, {}).values(), key=lambda work: work.index)
         if lone:
-            self._kills.setdefault(lone, []).append((self._deaths, proven))
-        for work in sorted(self._held.pop(worker, {}).values(), key=lambda work: work.index):
+            # A row that was lent and alone by chance: its own worker has not tried it yet.
+            is_evidence = proven and any(_holds(work, lone) for work in held)
+            self._kills.setdefault(lone, []).append((self._deaths, is_evidence))
+        for work in held:
             del self._out[work.index]
             mine = sorted(key for key in suspects if _holds(work, key))
             self._clear(_passed(work, mine))

@@ -101,6 +101,20 @@ def test_a_row_needs_more_deaths_alone_where_other_workers_die_as_well() -> None
     assert work.blamed == {bad: ("worker_died", "died 5 times")}
 
 
+def test_a_row_that_was_lent_is_blamed_only_once_it_was_tried_alone() -> None:
+    """The last row of a job: its helper and then its own worker are killed from outside."""
+    book = ledger(1)
+    last = RowKey(3, 0)
+    taken(book, "owner")
+    book.lost("helper", [last], proven=True)
+    book.lost("owner", [last], proven=True)
+    work = taken(book, "a")
+    assert last in work.alone
+    assert not work.blamed
+    book.lost("a", [last], proven=True)
+    assert last in taken(book, "b").blamed
+
+
 def test_the_row_that_died_alone_goes_last() -> None:
     book = ledger(1)
     taken(book, "a")
