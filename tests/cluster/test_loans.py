@@ -7,16 +7,21 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.driver.dispatch import Dispatcher
-from cluster.driver.events import Died, Event, Examined
+from cluster.driver.events import Died, Event, Examined, Helped, Returned
 from cluster.driver.ledger import Ledger, ListFeed
 from cluster.driver.loans import plan_loans
+from cluster.driver.pool import RayPool
 from cluster.input.shards import RawShard
 from cluster.messages import Failure, Flight, Help, Receipt, RowKey, ShardTask, WorkerState
 from cluster.worker.decode import OpenShard
@@ -274,3 +279,33 @@ def test_a_helper_that_waits_for_a_worker_that_stands_still_is_not_taken_for_stu
     assert host.tally.rows == 300
     assert pool.stopped
     assert pool.killed == [pool.stopped]
+
+
+class Calls:
+    """An actor's handle; the answer to each call is given by the test."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[Future[Any]]] = {}
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*_: Any, returns: int = 1) -> Any:
+            futures = self.answers[method] = [Future() for _ in range(returns)]
+            refs = [SimpleNamespace(future=lambda future=future: future) for future in futures]
+            return refs if returns > 1 else refs[0]
+
+        def options(name: str, num_returns: int = 1) -> Any:
+            return SimpleNamespace(remote=partial(remote, returns=num_returns))
+
+        return SimpleNamespace(options=options)
+
+
+def test_rows_of_a_loan_count_somewhere_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count with the helper until they count with the owner: the live count does not fall in between."""
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    pool, events, owner, helper = RayPool.__new__(RayPool), [], Calls(), Calls()
+    pool._actors, pool._post = {"owner": owner, "helper": helper}, events.append  # type: ignore[dict-item]
+    pool.lend(0, "owner", "helper", 2)
+    helper.answers["help"][0].set_result(Help(2, 1))
+    assert not events
+    owner.answers["take_back"][0].set_result((2, 1))
+    assert events == [Helped("helper", 2, 1), Returned("owner", 0, 2, 1)]
