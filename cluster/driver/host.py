@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,11 @@ class JobHost:
             self._summary.write("running")
 
     def conclude(self, live: Live, wanted: int) -> None:
-        """Every part is published: let the metrics and the view end with the final figures."""
-        snapshot = self._look(live, wanted)
+        """Every part is published: let the metrics and the view end with the final figures.
+
+        What workers had done beside that is of no part: rows of a helper whose death is not known yet.
+        """
+        snapshot = self._look(replace(live, unfinished_rows=0, unfinished_failed=0), wanted)
         self._metrics.update(snapshot, is_last=True)
         self._view.show(snapshot)
 

@@ -20,7 +20,7 @@ from cluster.driver.findings import findings
 from cluster.driver.footprint import measure_model
 from cluster.driver.host import Admission, JobHost, SummaryFile
 from cluster.driver.ledger import Ledger
-from cluster.driver.places import choose_device, worker_count, worker_resources
+from cluster.driver.places import choose_device, most_workers, worker_count, worker_resources
 from cluster.driver.pool import RayPool
 from cluster.driver.preflight import short_report
 from cluster.driver.session import ray_map, worker_environment
@@ -175,13 +175,12 @@ class Job:
             config, self._model, schema, self._store.url, self._engine_factory, config.device, self._token
         )
         feed = InputFeed(self._source.shards(config.shard_rows or 1, config.limit), left, self._wake)
-        num_left = None if self._num_shards is None else self._num_shards - len(left.done)
         pool = RayPool(
             plan,
             self._events.put,
             resources=worker_resources(config),
             runtime_env=worker_environment(),
-            count=partial(worker_count, config, num_left),
+            count=partial(worker_count, config, self._most_workers(config, left)),
         )
         self._signals.last_words.append(pool.close)
         try:
@@ -194,6 +193,15 @@ class Job:
         finally:
             feed.close()
             pool.close()
+
+    def _most_workers(self, config: JobConfig, left: Survey) -> int | None:
+        """As many as can be of use; None while the input's length is unknown."""
+        if self._num_rows is None or self._num_shards is None:
+            return None
+        shards = self._num_shards - len(left.done)
+        rows = min((shards - len(left.retry)) * (config.shard_rows or 1), self._num_rows)
+        again = sum(record.num_failed for record in left.retry.values())
+        return most_workers(config, shards, rows * config.num_samples + again)
 
     def _audit(self, config: JobConfig, dispatcher: Dispatcher, host: JobHost, summary: SummaryFile) -> None:
         """Decode a few rows again without speculation. Every row is there already: if it fails, the job has not."""

@@ -3,9 +3,10 @@
 A death on a live node makes suspects of the rows that were in the engine. They run again singly, on one worker at a
 time; a row that kills two processes while it is alone in the engine becomes an error row, and all others are cleared.
 Only a death alone is evidence, and only on a worker that has finished a row before: a process can be killed from
-outside, and a GPU can be broken. A row that has finished alone is cleared of earlier deaths. Where such deaths have
-been seen, or other workers die between a row's own, somebody is killing processes, and more deaths are asked for:
-twenty kills at random moments were enough to blame a row.
+outside, and a GPU can be broken. So that it can finish one, a few rows of the shard go before one that died alone: a
+bad row that always came first would look like a worker that never finishes any. A row that has finished alone is
+cleared of earlier deaths. Where such deaths have been seen, or other workers die between a row's own, somebody is
+killing processes, and more deaths are asked for: twenty kills at random moments were enough to blame a row.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from cluster.messages import RowKey, ShardTask
 
 MAX_KILLS, MORE_KILLS = 2, 3
 """Deaths alone that make a row guilty, and how many more are asked for at most where somebody kills processes."""
+WITNESSES = 4
+"""Rows that show whether a worker is sound: a few, as some may be of those that are not decoded."""
 TIMES = "{times}"
 """Stands in a blamed row's message for the number of these deaths."""
 
@@ -65,8 +68,8 @@ class Ledger:
         self._out: dict[int, tuple[str, Work]] = {}
         self._held: dict[str, dict[int, Work]] = {}
         """The same by worker, for with hundreds of workers every question about one would look through all."""
-        self._kills: dict[RowKey, list[int]] = {}
-        """Deaths with a row alone in the engine, as numbers of deaths."""
+        self._kills: dict[RowKey, list[tuple[int, bool]]] = {}
+        """Deaths with a row alone in the engine, as numbers of deaths, and whether they are evidence."""
         self._deaths = self._from_outside = 0
         """Deaths with rows in the engine, and those that were later seen to be no row's doing."""
 
@@ -137,32 +140,39 @@ class Ledger:
         """
         lone = next(iter(suspects)) if len(suspects) == 1 else None
         self._deaths += bool(suspects)
-        if lone and proven:
-            self._kills.setdefault(lone, []).append(self._deaths)
-        for work in sorted(self._held.pop(worker, {}).values(), key=lambda work: work.index):
+        held = sorted(self._held.pop(worker, {}).values(), key=lambda work: work.index)
+        if lone:
+            # A row that was lent and alone by chance: its own worker has not tried it yet.
+            is_evidence = proven and any(_holds(work, lone) for work in held)
+            self._kills.setdefault(lone, []).append((self._deaths, is_evidence))
+        for work in held:
             del self._out[work.index]
             mine = sorted(key for key in suspects if _holds(work, key))
             self._clear(_passed(work, mine))
             if lone in mine and self._is_guilty(lone):
-                times = len(self._kills[lone])
+                times = sum(is_evidence for _, is_evidence in self._kills[lone])
                 work.blamed[lone] = (kind, cause.replace(TIMES, "twice" if times == 2 else f"{times} times"))
             # The one that died alone goes last: the others can then show that the worker itself is sound.
             order = [key for key in work.alone if key not in mine] + mine
+            if lone in mine and lone not in work.blamed:
+                order = [key for key in _witnesses(work) if key not in order] + order
             work.alone = [key for key in order if key not in work.blamed]
             work.died_on = slot if mine else work.died_on
             (self._suspected if work.alone else self._again).append(work)
 
     def _is_guilty(self, row: RowKey) -> bool:
-        kills = self._kills.get(row)
+        deaths = self._kills.get(row, [])
+        kills = [number for number, is_evidence in deaths if is_evidence]
         if not kills:
             return False
-        others = kills[-1] - kills[0] + 1 - len(kills)
+        own = sum(kills[0] <= number <= kills[-1] for number, _ in deaths)
+        others = kills[-1] - kills[0] + 1 - own
         return len(kills) >= MAX_KILLS + min(others + self._from_outside, MORE_KILLS)
 
     def _clear(self, rows: Iterable[RowKey]) -> None:
         """Rows have finished alone."""
         for row in rows:
-            self._from_outside += len(self._kills.pop(row, ()))
+            self._from_outside += sum(is_evidence for _, is_evidence in self._kills.pop(row, ()))
 
     def _may_try_suspects(self, slot: int, only: bool) -> bool:
         if not self._suspected or any(work.alone for _, work in self._out.values()):
@@ -193,6 +203,10 @@ def _passed(work: Work, in_engine: Collection[RowKey]) -> list[RowKey]:
     if any(key not in work.alone for key in in_engine):
         return work.alone
     return work.alone[: min((work.alone.index(key) for key in in_engine), default=0)]
+
+
+def _witnesses(work: Work) -> list[RowKey]:
+    return [RowKey(work.first_row + i, 0) for i in range(min(WITNESSES, work.input_rows))]
 
 
 def _holds(work: Work, key: RowKey) -> bool:

@@ -36,8 +36,13 @@ def worker_resources(config: JobConfig) -> dict[str, float]:
     return {"num_cpus": 1, "num_gpus": 1 if config.gpus_per_worker is None else config.gpus_per_worker}
 
 
-def worker_count(config: JobConfig, num_left: int | None) -> int:
-    """How many workers to have now: what was asked for or what the cluster holds, never more than shards."""
+def most_workers(config: JobConfig, num_shards: int, num_outputs: int) -> int:
+    """More would find nothing to do: what is left has a batch of rows for so many, as rows of a shard may be lent."""
+    return max(num_shards, -(-num_outputs // config.batch_size))
+
+
+def worker_count(config: JobConfig, most: int | None) -> int:
+    """How many workers to have now: what was asked for or what the cluster holds, never more than ``most``."""
     resources = ray.cluster_resources()
     if config.workers is not None:
         count = config.workers
@@ -46,4 +51,4 @@ def worker_count(config: JobConfig, num_left: int | None) -> int:
     else:
         gpus = worker_resources(config)["num_gpus"] or 1
         count = int(resources.get("GPU", 0)) * int(1 / gpus) if gpus < 1 else int(resources.get("GPU", 0) / gpus)
-    return max(count if num_left is None else min(count, num_left), 1)
+    return max(count if most is None else min(count, most), 1)

@@ -127,18 +127,18 @@ class RayPool:
 
         def give_back(future: Future[Any]) -> None:
             help = None if future.exception() else future.result()
-            if isinstance(help, Help):
-                self._post(Helped(helper, help.rows, help.failed))
-                if help.failure is not None:
-                    self._post(Failed(helper, help.failure))
             if not isinstance(help, Help) or not ray.is_initialized():
                 self._post(Lapsed(donor, loan))
                 return
+            if help.failure is not None:
+                self._post(Failed(helper, help.failure))
             back: Any = owner.take_back.options(name=f"take back from {helper}").remote(loan, results)
-            back.future().add_done_callback(tell)
+            back.future().add_done_callback(partial(tell, help))
 
-        def tell(future: Future[Any]) -> None:
+        def tell(help: Help, future: Future[Any]) -> None:
             answer = None if future.exception() else future.result()
+            # Both at once: in between the rows would count nowhere.
+            self._post(Helped(helper, help.rows, help.failed))
             self._post(Lapsed(donor, loan) if answer is None else Returned(donor, loan, *answer))
 
         outcome.future().add_done_callback(give_back)

@@ -61,8 +61,9 @@ class Member:
 
     @property
     def waits_for_others(self) -> bool:
-        """All that is left of its rows is on other workers."""
-        return self.lent > 0 and not (self.state.active_rows or self.state.waiting_rows)
+        """All that it could do is on other workers: rows that it lent, or that it is lent and that have not come, or
+        whose results the other has not taken yet."""
+        return self.lent + self.helping > 0 and not (self.state.active_rows or self.state.waiting_rows)
 
     @property
     def free_rows(self) -> int:
@@ -165,9 +166,10 @@ class Roster:
 
     def live(self) -> Live:
         members = self.members.values()
+        alive = [m for m in members if not m.dying]  # what the others had done is lost with them
         return Live(
-            unfinished_rows=sum(max(m.state.rows_done - m.banked_rows, 0) for m in members),
-            unfinished_failed=sum(max(m.state.rows_failed - m.banked_failed, 0) for m in members),
+            unfinished_rows=sum(max(m.state.rows_done - m.banked_rows, 0) for m in alive),
+            unfinished_failed=sum(max(m.state.rows_failed - m.banked_failed, 0) for m in alive),
             rows=self._sum("rows_done"),
             failed=self._sum("rows_failed"),
             output_tokens=self._sum("output_tokens"),

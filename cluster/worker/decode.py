@@ -51,6 +51,9 @@ class OpenShard:
     """Rows that have no result yet."""
     lends: bool = True
     """Rows that wait may be decoded by another worker."""
+    staying: int = 0
+    """So many of them, those in front, may not: they have been in an engine, or on another worker that may have ended
+    because of them."""
     dropped: bool = False
     """Nobody wants its results any more."""
 
@@ -140,17 +143,16 @@ class DecodeLoop:
         lent: list[tuple[OpenShard, Request]] = []
         with self._lock:
             for shard in reversed(self._shards):
-                while shard.lends and shard.waiting and len(lent) < count:
+                while shard.lends and len(shard.waiting) > shard.staying and len(lent) < count:
                     lent.append((shard, shard.waiting.pop()))
             self._waiting -= len(lent)
         return lent
 
     def restore(self, rows: Sequence[tuple[OpenShard, Request]]) -> None:
-        """Rows that were lent wait here again, in front. Their shards lend no more: the rows may be what went wrong."""
+        """Rows that were lent wait here again, in front, and stay: they may be what went wrong."""
         with self._changed:
             for shard, request in rows:
-                shard.lends = False
-                shard.waiting.appendleft(request)
+                _put_back(shard, request)
             self._waiting += len(rows)
             self._changed.notify()
 
@@ -218,9 +220,13 @@ class DecodeLoop:
         with self._changed:
             for key, shard, request in reversed(self._active.values()):
                 self._log.release(key, finished=False)
-                if not shard.dropped:
-                    (shard.alone if self._alone else shard.waiting).appendleft(request)
-                    self._waiting += 1
+                if shard.dropped:
+                    continue
+                if self._alone:
+                    shard.alone.appendleft(request)
+                else:
+                    _put_back(shard, request)
+                self._waiting += 1
             self._lonely += len(self._active) if self._alone else 0
             self._active.clear()
             self._alone = False
@@ -250,6 +256,7 @@ class DecodeLoop:
             for shard in self._shards:
                 while shard.waiting:
                     request = shard.waiting.popleft()
+                    shard.staying = max(shard.staying - 1, 0)
                     if not self._adopt(shard, request):
                         return self._admit(shard, request)
             return None
@@ -298,6 +305,12 @@ class DecodeLoop:
         if not shard.missing:
             self._shards.remove(shard)
         return not shard.missing
+
+
+def _put_back(shard: OpenShard, request: Request) -> None:
+    """The row goes first, and stays."""
+    shard.waiting.appendleft(request)
+    shard.staying += 1
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

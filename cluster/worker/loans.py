@@ -17,9 +17,13 @@ class Loans:
     def __init__(self, decode: DecodeLoop) -> None:
         self._decode = decode
         self._lent: dict[int, list[tuple[OpenShard, Request]]] = {}
+        self._over: set[int] = set()
+        """Loans that were called off: Ray may let that call overtake the one that lends."""
 
     def lend(self, loan: int, count: int) -> list[Request]:
         """Up to ``count`` rows that have not begun; none if there are none any more."""
+        if loan in self._over:
+            return []
         self._lent[loan] = self._decode.lend(count)
         return [request for _, request in self._lent[loan]]
 
@@ -27,6 +31,7 @@ class Loans:
         """The results of a loan, or None: its rows wait here again, and stay. Returns rows done and failed by it."""
         rows = self._lent.pop(loan, [])
         if completions is None:
+            self._over.add(loan)
             self._decode.restore(rows)
             return 0, 0
         self._decode.settle(rows, completions)

@@ -56,6 +56,10 @@ class ShardWork:
         self._failed: dict[RowKey, Completion] = {}
         found = map(self._request, self._keys, self._rows)
         waiting = {key: request for key, request in zip(self._keys, found, strict=True) if request is not None}
+        if task.keep:
+            # Rows that are kept can show that the worker is sound; what comes of them goes nowhere.
+            others = {key: rows[key.row_id - raw.first_row] for key in task.alone if key not in self._keys}
+            waiting |= {key: make_request(key, row) for key, row in others.items() if row.error is None}
         alone = deque(waiting.pop(key) for key in task.alone if key in waiting)
         self.shard = OpenShard(raw.index, deque(waiting.values()), alone)
 
@@ -70,7 +74,8 @@ class ShardWork:
         ``spent``: the worker's busy and idle seconds since its last part.
         """
         results = self._failed | self.shard.results
-        stats = sum_stats([c.stats for c in self.shard.results.values() if c.finish_reason != ERROR])
+        decoded = [self.shard.results[key] for key in self._keys if key in self.shard.results]
+        stats = sum_stats([c.stats for c in decoded if c.finish_reason != ERROR])
         stats.add(self._old_stats)
         lengths = [len(row.prompt_ids or ()) for row in self._rows]
         done = [results[key] for key in self._keys]

@@ -51,6 +51,7 @@ class Worker:
         self._decode: DecodeLoop | None = None
         self._running: dict[int, asyncio.Future[Failure | None]] = {}
         self._helped: dict[int, OpenShard] = {}
+        self._called_off: set[int] = set()
         self._arrived = self._open = self._opening_rows = self._publishing = 0
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._writing = ThreadPoolExecutor(_WRITERS, "write")
@@ -108,6 +109,8 @@ class Worker:
         """Decode rows of another worker: how that went, and their results if all of them are there."""
         if self._broken:
             return Help(0, 0, self._broken), None
+        if loan in self._called_off:
+            return Help(0, 0), None
         assert self._decode is not None
         shard = self._helped[loan] = OpenShard(_loan_index(loan), deque(requests), lends=False)
         ended = self._running[shard.index] = self._loop.create_future()
@@ -119,7 +122,9 @@ class Worker:
         return Help(len(done), failed, failure), None if shard.missing else done
 
     async def stop_helping(self, loan: int) -> None:
-        """The rows of a loan are wanted no more."""
+        """The rows of a loan are wanted no more. They may still be on their way: Ray lets calls overtake one that waits
+        for its arguments, and their shard, which runs again, may come here next."""
+        self._called_off.add(loan)
         shard = self._helped.get(loan)
         if shard is not None and self._decode is not None:
             self._decode.drop(shard)

@@ -51,6 +51,8 @@ class SimPool:
         self.sticky: set[int] = set()
         self.raising: set[int] = set()
         self.barren: set[int] = set()
+        self.one_at_a_time = False
+        """Nothing is beside a row in the engine."""
         self.failing = 0.0
         self.mute: set[str] = set()
         """Workers that never ask for work."""
@@ -104,7 +106,8 @@ class SimPool:
             if row in blamed:
                 continue
             if row in self.deadly | self.sticky | self.raising or slot in self.barren:
-                together = [RowKey(row, 0)] if RowKey(row, 0) in task.alone else [RowKey(r, 0) for r in rows]
+                is_alone = self.one_at_a_time or RowKey(row, 0) in task.alone
+                together = [RowKey(row, 0)] if is_alone else [RowKey(r, 0) for r in rows]
                 self.flights[worker] = Flight(together, me.done)
                 me.stuck = row in self.sticky
                 if row in self.raising:

@@ -165,3 +165,14 @@ def test_512_workers_finish_together() -> None:
     result = simulate(pool, host, [200] * 1024)
     assert len(result["done"]) == 1024
     assert result["seconds"] == pytest.approx(LOAD_S + 2 * 200 * 0.06, rel=0.1)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("bad", [{0}, {2}, {5, 7, 8}])
+def test_bad_rows_of_small_batches_end_no_job(workers: int, bad: set[int]) -> None:
+    """Each process that gets a suspect first would die without having finished a row, like one on a broken GPU."""
+    pool, host = SimPool(size=workers), SimHost()
+    pool.raising, pool.one_at_a_time = bad, True
+    found = simulate(pool, host, [20])
+    assert (found["error"], found["done"]) == (None, [0])
+    assert {key.row_id for key in pool.blamed} == bad

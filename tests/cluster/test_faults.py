@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from cluster.driver import check_job
 from cluster.errors import UserError
-from tests.cluster.fake_engine import POISON
+from tests.cluster.fake_engine import POISON, RAISE
 from tests.cluster.jobs import JobFolder
 from tests.cluster.processes import (
     assert_undisturbed,
@@ -222,3 +223,15 @@ def test_a_place_that_can_be_no_output_is_a_mistake_of_the_command(folder: JobFo
         assert caught.value.exit_code == 2
     assert (folder.root / "file").read_text() == "mine"
     assert not os.listdir(folder.root / "sealed")
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_bad_row_that_comes_first_is_not_taken_for_a_worker_that_never_works(folder: JobFolder) -> None:
+    """One row at a time on one worker: each new process would meet it first and never finish a row."""
+    settings: dict[str, Any] = {"batch_size": 1, "shard_rows": 20, "max_failed": 1.0}
+    prompts = folder.write_prompts(20, {0: RAISE})
+    assert folder.run(prompts, **settings) == 0
+    assert_undisturbed(folder, 20, bad=(0,))
+    kept = folder.steady()
+    assert folder.run(prompts, retry_failed=True, **settings) == 0
+    assert folder.steady().drop_columns("error") == kept.drop_columns("error")

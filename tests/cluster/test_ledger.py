@@ -55,7 +55,7 @@ def test_a_row_is_blamed_after_two_deaths_alone_and_the_others_are_cleared() -> 
         book.lost(worker, [bad], proven=True, kind="worker_died", cause="killed")
     work = taken(book, "d")
     assert work.blamed == {bad: ("worker_died", "killed")}
-    assert work.alone == [good]
+    assert work.alone == [RowKey(0, 0), RowKey(3, 0), good]
     assert work.task("id").blamed == work.blamed
 
 
@@ -101,13 +101,36 @@ def test_a_row_needs_more_deaths_alone_where_other_workers_die_as_well() -> None
     assert work.blamed == {bad: ("worker_died", "died 5 times")}
 
 
+def test_a_row_that_was_lent_is_blamed_only_once_it_was_tried_alone() -> None:
+    """The last row of a job: its helper and then its own worker are killed from outside."""
+    book = ledger(1)
+    last = RowKey(3, 0)
+    taken(book, "owner")
+    book.lost("helper", [last], proven=True)
+    book.lost("owner", [last], proven=True)
+    work = taken(book, "a")
+    assert last in work.alone
+    assert not work.blamed
+    book.lost("a", [last], proven=True)
+    assert last in taken(book, "b").blamed
+
+
 def test_the_row_that_died_alone_goes_last() -> None:
     book = ledger(1)
     taken(book, "a")
     book.lost("a", [RowKey(0, 0), RowKey(1, 0), RowKey(2, 0)])
     taken(book, "b")
     book.lost("b", [RowKey(0, 0)])
-    assert taken(book, "c").alone == [RowKey(1, 0), RowKey(2, 0), RowKey(0, 0)]
+    assert taken(book, "c").alone == [RowKey(3, 0), RowKey(1, 0), RowKey(2, 0), RowKey(0, 0)]
+
+
+def test_deaths_of_a_row_on_workers_that_never_worked_are_not_those_of_others() -> None:
+    book = ledger(1)
+    bad = RowKey(0, 0)
+    for proven in (True, False, False, True):
+        assert not taken(book, "a").blamed
+        book.lost("a", [bad], proven=proven)
+    assert bad in taken(book, "a").blamed
 
 
 def test_suspects_are_tried_in_another_slot_if_there_is_one() -> None:

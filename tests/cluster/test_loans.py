@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.driver.dispatch import Dispatcher
-from cluster.driver.events import Died
+from cluster.driver.events import Died, Event, Examined, Helped, Returned
 from cluster.driver.ledger import Ledger, ListFeed
 from cluster.driver.loans import plan_loans
-from cluster.messages import RowKey, WorkerState
+from cluster.driver.pool import RayPool
+from cluster.input.shards import RawShard
+from cluster.messages import Failure, Flight, Help, Receipt, RowKey, ShardTask, WorkerState
 from cluster.worker.decode import OpenShard
 from cluster.worker.loans import Loans
+from cluster.worker.worker import Worker
 from specfold import Completion, DecodeConfig, Request
 from tests.cluster.fake_engine import DECODED, FakeEngine, decode
-from tests.cluster.jobs import JobFolder
+from tests.cluster.jobs import JobFolder, prompt_ids
 from tests.cluster.processes import assert_undisturbed, when, worker_pids
 from tests.cluster.simulate_scale import SlotPool, TallyHost, simulate, works
 from tests.cluster.test_decode import loop, requests
+from tests.cluster.test_worker import with_worker
 
 Counts = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), max_size=5)
 
@@ -104,9 +113,13 @@ def test_lent_rows_that_come_back_without_results_are_decoded_and_stay(tmp_path:
     shard = OpenShard(0, requests(0, 6))
     owner.add(shard)
     loans = Loans(owner)
-    loans.lend(1, 3)
+    lent = loans.lend(1, 2)
     loans.take_back(1, None)
-    assert loans.lend(2, 3) == []
+    # The others may be lent: a helper that was lost does not leave a long shard to one worker.
+    again = loans.lend(2, 6)
+    assert [request.row_id for request in (*lent, *again)] == [5, 4, 3, 2, 1, 0]
+    loans.take_back(2, None)
+    assert loans.lend(3, 6) == []
     owner.start()
     while (event := events.next()) == "room":
         pass
@@ -207,3 +220,92 @@ def test_results_of_a_loan_that_failed_count_as_failed(tmp_path: Path) -> None:
     [request] = loans.lend(1, 1)
     failed = Completion(request.row_id, 0, [], "", "error", error="it broke", error_kind="nan_logits")
     assert loans.take_back(1, [failed]) == (1, 1)
+
+
+def test_a_loan_that_is_called_off_before_it_comes_is_never_lent(tmp_path: Path) -> None:
+    owner, _ = loop(FakeEngine(), tmp_path / "owner")
+    owner.add(OpenShard(0, requests(0, 3)))
+    loans = Loans(owner)
+    loans.take_back(1, None)
+    assert loans.lend(1, 3) == []
+    assert owner.waiting_rows == 3
+
+
+def test_a_shard_whose_rows_come_late_as_a_loan_that_was_called_off_is_finished(folder: JobFolder) -> None:
+    """Its owner died while the rows were on their way to a helper, which then got the shard itself."""
+
+    async def use(worker: Worker, raws: list[RawShard]) -> tuple[Receipt | Failure, Help, list[Completion] | None]:
+        await worker.stop_helping(3)
+        running = asyncio.create_task(worker.run_shard(raws[0], ShardTask("id")))
+        while not (await worker.progress()).active_rows:
+            await asyncio.sleep(0.005)
+        help, results = await worker.help(3, [Request(prompt_ids(row), row) for row in range(8)])
+        return await running, help, results
+
+    receipt, help, results = with_worker(folder, folder.write_prompts(8), use, engine="slow", batch_size=16)
+    assert isinstance(receipt, Receipt)
+    assert (help, results) == (Help(0, 0), None)
+    assert_undisturbed(folder, 8)
+
+
+class StandingStill(SlotPool):
+    """The worker that lends first is stopped: nothing more is heard of it, and it takes a while to clear away."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(2, batch=4)
+        self.stage, self.stopped = stage, ""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Event:
+        while True:
+            event = super().get(block, timeout)
+            if getattr(event, "worker", None) != self.stopped or isinstance(event, Examined):
+                return event
+
+    def lend(self, loan: int, donor: str, helper: str, count: int) -> None:
+        is_first, self.stopped = not self.stopped, self.stopped or donor
+        if donor != self.stopped or (is_first and self.stage == "results"):
+            super().lend(loan, donor, helper, count)
+
+    def examine(self, worker: str) -> None:
+        self.at(10.0, Examined(worker, Flight([], 1)))
+
+
+@pytest.mark.parametrize("stage", ["rows", "results"])
+def test_a_helper_that_waits_for_a_worker_that_stands_still_is_not_taken_for_stuck(stage: str) -> None:
+    """The owner is stopped before it hands the rows over, or before it takes the results."""
+    pool, host = StandingStill(stage), TallyHost(300)
+    ledger = Ledger(ListFeed(works(300, 300)))
+    Dispatcher(pool, ledger, host, pool, stall_s=20.0, clock=lambda: pool.now).run()
+    assert host.tally.rows == 300
+    assert pool.stopped
+    assert pool.killed == [pool.stopped]
+
+
+class Calls:
+    """An actor's handle; the answer to each call is given by the test."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[Future[Any]]] = {}
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*_: Any, returns: int = 1) -> Any:
+            futures = self.answers[method] = [Future() for _ in range(returns)]
+            refs = [SimpleNamespace(future=lambda future=future: future) for future in futures]
+            return refs if returns > 1 else refs[0]
+
+        def options(name: str, num_returns: int = 1) -> Any:
+            return SimpleNamespace(remote=partial(remote, returns=num_returns))
+
+        return SimpleNamespace(options=options)
+
+
+def test_rows_of_a_loan_count_somewhere_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count with the helper until they count with the owner: the live count does not fall in between."""
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    pool, events, owner, helper = RayPool.__new__(RayPool), [], Calls(), Calls()
+    pool._actors, pool._post = {"owner": owner, "helper": helper}, events.append  # type: ignore[dict-item]
+    pool.lend(0, "owner", "helper", 2)
+    helper.answers["help"][0].set_result(Help(2, 1))
+    assert not events
+    owner.answers["take_back"][0].set_result((2, 1))
+    assert events == [Helped("helper", 2, 1), Returned("owner", 0, 2, 1)]

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from cluster.driver.check import RowCheck, check_rows, rows_to_check
 from cluster.driver.job import ranges
-from cluster.driver.places import choose_device, worker_count
+from cluster.driver.places import choose_device, most_workers, worker_count
 from cluster.driver.progress import Counts, Pace, Progress, Snapshot, WarmUp
-from cluster.driver.roster import DECODING, IDLE, LOADING, Live, WorkerLine
+from cluster.driver.roster import DECODING, IDLE, LOADING, Live, Roster, WorkerLine
 from cluster.driver.views import BarView, LineView, describe, open_view
 from cluster.errors import UserError
 from cluster.input.schema import carried_schema
@@ -284,7 +284,7 @@ def test_gpus_that_this_machine_lacks_are_refused_and_not_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("settings", "resources", "left", "count"),
+    ("settings", "resources", "most", "count"),
     [
         ({"device": "cpu"}, {"CPU": 6.0}, None, 6),
         ({"device": "cpu"}, {"CPU": 6.0}, 2, 2),
@@ -295,10 +295,24 @@ def test_gpus_that_this_machine_lacks_are_refused_and_not_waited_for(
         ({"device": "cuda"}, {}, 99, 1),
     ],
 )
-def test_workers_are_as_many_as_there_are_places_and_shards(
+def test_workers_are_as_many_as_there_are_places_and_as_can_be_of_use(
     folder: JobFolder, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], resources: dict[str, float],
-    left: int | None, count: int,
+    most: int | None, count: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("ray.cluster_resources", lambda: resources)
     config = folder.config("in.jsonl", **({"workers": None} | settings))
-    assert worker_count(config, left) == count
+    assert worker_count(config, most) == count
+
+
+@pytest.mark.parametrize(("shards", "outputs", "most"), [(2, 40, 5), (5, 40, 5), (5, 10, 5), (1, 1, 1), (3, 17, 3)])
+def test_a_long_shard_has_rows_for_several_workers(folder: JobFolder, shards: int, outputs: int, most: int) -> None:
+    assert most_workers(folder.config("in.jsonl", batch_size=8), shards, outputs) == most
+
+
+def test_rows_of_a_worker_that_is_gone_do_not_count() -> None:
+    roster = Roster()
+    gone, there = (roster.members[roster.enter(slot, 0.0)] for slot in (0, 1))
+    gone.state, there.state = WorkerState(rows_done=5, rows_failed=1), WorkerState(rows_done=3)
+    gone.dying = True
+    live = roster.live()
+    assert (live.unfinished_rows, live.unfinished_failed) == (3, 0)

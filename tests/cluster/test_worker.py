@@ -114,6 +114,23 @@ def test_failed_rows_are_decoded_again_and_the_others_kept(folder: JobFolder) ->
     assert receipt.state.rows_done == 1
 
 
+def test_kept_rows_that_show_that_a_worker_is_sound_are_not_written(folder: JobFolder) -> None:
+    prompts = folder.write_prompts(8, {3: NAN})
+    with_worker(folder, prompts, run_all, engine="instant")
+    kept = folder.steady().to_pylist()
+
+    async def again(worker: Worker, raws: list[RawShard]) -> Receipt | Failure:
+        task = ShardTask("id", keep=True, alone=(RowKey(0, 0), RowKey(1, 0), RowKey(3, 0)))
+        return await worker.run_shard(raws[0], task)
+
+    receipt = with_worker(folder, prompts, again, engine="cured")
+    assert isinstance(receipt, Receipt)
+    now = folder.steady().to_pylist()
+    assert [row["row_id"] for row in now if row != kept[row["row_id"]]] == [3]
+    assert receipt.record.stats.output_tokens == sum(row["num_output_tokens"] for row in now)
+    assert receipt.state.rows_done == 3
+
+
 def test_a_damaged_part_is_decoded_whole_instead_of_kept(folder: JobFolder) -> None:
     prompts = folder.write_prompts(8, {3: NAN})
 
