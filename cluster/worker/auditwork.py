@@ -16,7 +16,7 @@ from cluster.input.shards import RawShard
 from cluster.messages import AuditRecord, Divergence, RowKey, ShardTask
 from cluster.output.sink import PartError, read_record, read_rows
 from cluster.output.storage import Store
-from cluster.worker.decode import OpenShard
+from cluster.worker.openshard import OpenShard
 from cluster.worker.requests import make_request
 from specfold.config import DecodeConfig
 from specfold.request import ERROR, Completion

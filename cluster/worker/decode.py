@@ -6,13 +6,12 @@ Shards share the engine's slots, so that one long row holds back its own shard a
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.messages import RowKey, WorkerState
 from cluster.worker.counters import LiveCounters
+from cluster.worker.openshard import OpenShard
 from specfold.config import DecodeConfig
 from specfold.request import Completion, Request
 
@@ -36,29 +35,6 @@ class Log(Protocol):
     def admit(self, key: RowKey) -> None: ...
 
     def release(self, key: RowKey, *, finished: bool = True) -> None: ...
-
-
-@dataclass
-class OpenShard:
-    """A shard being decoded: what waits, what is done."""
-
-    index: int
-    waiting: deque[Request]
-    alone: deque[Request] = field(default_factory=deque)
-    """Rows that must have the engine to themselves; they go first."""
-    results: dict[RowKey, Completion] = field(default_factory=dict)
-    missing: int = 0
-    """Rows that have no result yet."""
-    lends: bool = True
-    """Rows that wait may be decoded by another worker."""
-    staying: int = 0
-    """So many of them, those in front, may not: they have been in an engine, or on another worker that may have ended
-    because of them."""
-    dropped: bool = False
-    """Nobody wants its results any more."""
-
-    def __post_init__(self) -> None:
-        self.missing = len(self.waiting) + len(self.alone)
 
 
 class DecodeLoop:
@@ -152,7 +128,7 @@ class DecodeLoop:
         """Rows that were lent wait here again, in front, and stay: they may be what went wrong."""
         with self._changed:
             for shard, request in rows:
-                _put_back(shard, request)
+                shard.put_back(request)
             self._waiting += len(rows)
             self._changed.notify()
 
@@ -225,7 +201,7 @@ class DecodeLoop:
                 if self._alone:
                     shard.alone.appendleft(request)
                 else:
-                    _put_back(shard, request)
+                    shard.put_back(request)
                 self._waiting += 1
             self._lonely += len(self._active) if self._alone else 0
             self._active.clear()
@@ -305,12 +281,6 @@ class DecodeLoop:
         if not shard.missing:
             self._shards.remove(shard)
         return not shard.missing
-
-
-def _put_back(shard: OpenShard, request: Request) -> None:
-    """The row goes first, and stays."""
-    shard.waiting.appendleft(request)
-    shard.staying += 1
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

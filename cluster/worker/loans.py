@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.worker.decode import DecodeLoop, OpenShard
+from cluster.worker.decode import DecodeLoop
+from cluster.worker.openshard import OpenShard
 from specfold.request import ERROR, Completion, Request
 
 

@@ -17,8 +17,8 @@ from cluster.input.shards import RawShard
 from cluster.messages import RowKey, ShardRecord, ShardTask
 from cluster.output.sink import PartError, build_rows, count_rows, merge_rows, publish, read_record, read_rows
 from cluster.output.storage import Store
-from cluster.worker.decode import OpenShard
 from cluster.worker.guards import QUARANTINED, Specials, flags_of
+from cluster.worker.openshard import OpenShard
 from cluster.worker.requests import make_request
 from specfold.request import ERROR, Completion, Request
 from specfold.stats import DecodeStats

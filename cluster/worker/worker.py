@@ -28,9 +28,10 @@ from cluster.output.identity import device_kind, token_versions
 from cluster.output.lease import birth, holds
 from cluster.output.storage import StorageError, Store
 from cluster.worker.auditwork import AuditWork, reference
-from cluster.worker.decode import DecodeLoop, OpenShard
+from cluster.worker.decode import DecodeLoop
 from cluster.worker.guards import Specials
 from cluster.worker.loans import Loans
+from cluster.worker.openshard import OpenShard
 from cluster.worker.recorder import FlightRecorder, recorder_path
 from cluster.worker.shardwork import ShardWork
 from specfold import Completion, ConfigError, DecodeConfig, ModelError, Request

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import RowKey
-from cluster.worker.decode import DecodeLoop, OpenShard
+from cluster.worker.decode import DecodeLoop
+from cluster.worker.openshard import OpenShard
 from cluster.worker.recorder import FlightRecorder, recorder_path, take_flight
 from specfold import Completion, DecodeConfig, Request
 from tests.cluster.fake_engine import RAISE, FakeEngine, decode

@@ -24,8 +24,8 @@ from cluster.driver.loans import plan_loans
 from cluster.driver.pool import RayPool
 from cluster.input.shards import RawShard
 from cluster.messages import Failure, Flight, Help, Receipt, RowKey, ShardTask, WorkerState
-from cluster.worker.decode import OpenShard
 from cluster.worker.loans import Loans
+from cluster.worker.openshard import OpenShard
 from cluster.worker.worker import Worker
 from specfold import Completion, DecodeConfig, Request
 from tests.cluster.fake_engine import DECODED, FakeEngine, decode
