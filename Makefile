@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 ENGINE_TESTS := tests/kernels tests/specfold tests/test_structure.py
-COMMAND_TESTS := tests/jobs tests/cluster/evaluation
+# Commands as people give them, on a Ray of their own or on a running head.
+COMMAND_TESTS := tests/jobs tests/cluster/evaluation $(wildcard tests/cluster/test_remote_*.py) \
+  $(patsubst %,tests/cluster/test_%.py,examples live_metrics submit)
 
 .PHONY: demo test lint format clean
 
