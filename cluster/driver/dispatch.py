@@ -253,7 +253,7 @@ class Dispatcher:
                 self._watch(worker, member, now)
         self._report_pending(now)
         if self._lends and self._ledger.drained:
-            self._loans.lend_out({w: not self._ledger.has_suspects(w) for w in self._roster.members}, now)
+            self._loans.lend_out(self._ledger.has_suspects, now)
         live = self._roster.live()
         self._stop_early(live)
         self._host.tick(live, self._wanted)

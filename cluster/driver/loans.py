@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from cluster.driver.interfaces import Pool
@@ -32,8 +32,8 @@ class LoanBook:
         self._numbers = itertools.count()
         self._out: dict[int, Loan] = {}
 
-    def lend_out(self, may_help: Mapping[str, bool], now: float) -> None:
-        """Give workers with free places the rows that wait on others.
+    def lend_out(self, has_suspects: Callable[[str], bool], now: float) -> None:
+        """Give workers with free places the rows that wait on others, but none to a worker that may be about to end.
 
         What the workers last told is up to a second old: a loan may turn out smaller than it was meant to be.
         """
@@ -42,7 +42,7 @@ class LoanBook:
         free = {
             name: m.free_rows
             for name, m in members.items()
-            if may_help[name] and m.free_rows >= max(1, math.ceil(LEAST_FREE * m.state.batch_size))
+            if m.free_rows >= max(1, math.ceil(LEAST_FREE * m.state.batch_size)) and not has_suspects(name)
         }
         for donor, helper, rows in plan_loans(waiting, free):
             self._begin(donor, helper, rows, now)

@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,12 +29,11 @@ from cluster.output.storage import StorageError, Store
 from cluster.worker.auditwork import AuditWork, reference
 from cluster.worker.decode import DecodeLoop
 from cluster.worker.guards import Specials
-from cluster.worker.loans import Loans
+from cluster.worker.loans import Helping, Loans
 from cluster.worker.openshard import OpenShard
 from cluster.worker.recorder import FlightRecorder, recorder_path
 from cluster.worker.shardwork import ShardWork
 from specfold import Completion, ConfigError, DecodeConfig, ModelError, Request
-from specfold.request import ERROR
 
 MAX_OPEN_SHARDS = 4
 """Shards that come, wait or decode; beside them as many may be on their way to the disk."""
@@ -51,8 +49,7 @@ class Worker:
         self._store = Store(plan.output)
         self._decode: DecodeLoop | None = None
         self._running: dict[int, asyncio.Future[Failure | None]] = {}
-        self._helped: dict[int, OpenShard] = {}
-        self._called_off: set[int] = set()
+        self._helping = Helping(self._decoded, self._drop)
         self._arrived = self._open = self._opening_rows = self._publishing = 0
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._writing = ThreadPoolExecutor(_WRITERS, "write")
@@ -108,30 +105,11 @@ class Worker:
 
     async def help(self, loan: int, requests: list[Request]) -> tuple[Help, list[Completion] | None]:
         """Decode rows of another worker: how that went, and their results if all of them are there."""
-        if self._broken:
-            return Help(0, 0, self._broken), None
-        if loan in self._called_off:
-            return Help(0, 0), None
-        assert self._decode is not None
-        shard = self._helped[loan] = OpenShard(_loan_index(loan), deque(requests), lends=False)
-        ended = self._running[shard.index] = self._loop.create_future()
-        self._decode.add(shard)
-        failure = await ended
-        del self._running[shard.index], self._helped[loan]
-        done = list(shard.results.values())
-        failed = sum(completion.finish_reason == ERROR for completion in done)
-        return Help(len(done), failed, failure), None if shard.missing else done
+        return await self._helping.help(loan, requests)
 
     async def stop_helping(self, loan: int) -> None:
-        """The rows of a loan are wanted no more. They may still be on their way: Ray lets calls overtake one that waits
-        for its arguments, and their shard, which runs again, may come here next."""
-        self._called_off.add(loan)
-        shard = self._helped.get(loan)
-        if shard is not None and self._decode is not None:
-            self._decode.drop(shard)
-            ended = self._running[shard.index]
-            if shard.dropped and not ended.done():
-                ended.set_result(None)
+        """The rows of a loan are wanted no more."""
+        self._helping.stop(loan)
 
     async def progress(self) -> WorkerState:
         """The live counters; answers while the engine works."""
@@ -154,16 +132,12 @@ class Worker:
             self._opening_rows -= rows
         if self._broken:
             return self._broken
-        assert self._decode is not None
-        done = self._running[raw.index] = self._loop.create_future()
         if task.audit:
             self._auditing = self._auditing or asyncio.ensure_future(self._begin_audit())
             await self._auditing
+        assert self._decode is not None
         self._decode.count_failed(work.num_failed)
-        self._decode.add(work.shard)
-        self._changed.set()
-        failure = await done
-        del self._running[raw.index]
+        failure = await self._decoded(work.shard)
         if failure:
             return failure
         self._publishing += 1
@@ -175,6 +149,26 @@ class Worker:
         finally:
             self._publishing -= 1
         return Receipt(record, await self.progress(), num_bytes)
+
+    async def _decoded(self, shard: OpenShard) -> Failure | None:
+        """Return once the engine has done with the shard, or why it cannot go on."""
+        if self._broken:
+            return self._broken
+        assert self._decode is not None
+        ended = self._running[shard.index] = self._loop.create_future()
+        self._decode.add(shard)
+        self._changed.set()
+        try:
+            return await ended
+        finally:
+            del self._running[shard.index]
+
+    def _drop(self, shard: OpenShard) -> None:
+        """Let go of a shard that is no longer wanted; ``_decoded`` returns."""
+        assert self._decode is not None
+        self._decode.drop(shard)
+        if shard.dropped:
+            self._finish(shard)
 
     def _spent(self) -> tuple[float, float]:
         """Busy and idle seconds since this was last asked."""
@@ -271,11 +265,6 @@ class Worker:
         wanted = self._decode.wanted_rows(self._opening_rows) / ((config.shard_rows or 1) * config.num_samples)
         opened = max(self._open - self._publishing, self._publishing)
         return max(min(MAX_OPEN_SHARDS - opened, math.ceil(wanted)), 0)
-
-
-def _loan_index(loan: int) -> int:
-    """Beside the shards' own numbers."""
-    return -1 - loan
 
 
 def use_one_thread() -> None:
