@@ -52,11 +52,7 @@ def sample_answers(
     if column is None:
         return [None] * len(rows)
     carrying = replace(config, carry=column, input_prefix="")
-    try:
-        schema = carried_schema(source, carrying, map)
-    except UserError as error:
-        raise UserError(str(error).replace("--carry", "--answer-column")) from None
-    preparer = RowPreparer(carrying, folder, schema)
+    preparer = RowPreparer(carrying, folder, carried_schema(source, carrying, flag="--answer-column"))
     found: dict[int, str | None] = {}
     for raw in source.shards(_SHARD_ROWS, rows[-1].row_id + 1):
         values = preparer.prepare(raw)[1][column].to_pylist()

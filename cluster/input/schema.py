@@ -31,8 +31,8 @@ _MAX_COLUMNS = 2000
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 
 
-def carried_schema(source: InputSource, config: JobConfig, run: Map = map) -> pa.Schema:
-    """Names (as in the output) and types of the carried columns.
+def carried_schema(source: InputSource, config: JobConfig, run: Map = map, flag: str = "--carry") -> pa.Schema:
+    """Names (as in the output) and types of the carried columns, which the user has named by ``flag``.
 
     ``run`` may spread the pass over shards to other processes; it must do what ``map`` does, order included. A resumed
     run takes its schema from ``run.json`` instead. Raises ``UserError`` for a missing column, or one named like an
@@ -43,7 +43,7 @@ def carried_schema(source: InputSource, config: JobConfig, run: Map = map) -> pa
         declared = _types_from_rows(source, config, run)
     if len(declared):
         _check_prompt_column(declared, config)
-    carried = [declared.field(name) for name in _carried_names(declared, config)]
+    carried = [declared.field(name) for name in _carried_names(declared, config, flag)]
     renamed = [field.with_name(config.input_prefix + field.name) for field in carried]
     _check_collisions([field.name for field in renamed], config)
     return pa.schema(renamed)
@@ -113,7 +113,7 @@ def _check_prompt_column(schema: pa.Schema, config: JobConfig) -> None:
         )
 
 
-def _carried_names(schema: pa.Schema, config: JobConfig) -> Sequence[str]:
+def _carried_names(schema: pa.Schema, config: JobConfig, flag: str) -> Sequence[str]:
     if config.carry == "none":
         return []
     if config.carry == "all":
@@ -122,7 +122,7 @@ def _carried_names(schema: pa.Schema, config: JobConfig) -> Sequence[str]:
     names = list(dict.fromkeys(name.strip() for name in config.carry.split(",")))
     for name in names:
         if name not in schema.names:
-            raise UserError(f"--carry names the column {name!r}, which does not exist.{_hint(name, schema.names)}")
+            raise UserError(f"{flag} names the column {name!r}, which does not exist.{_hint(name, schema.names)}")
     return names
 
 
