@@ -271,11 +271,11 @@ class _Stopwatch:
 
     def _timed(self, call: Any, sign: int) -> Any:
         def run(*args: Any) -> Any:
-            before = time.perf_counter()
+            before = time.thread_time()
             try:
                 return call(*args)
             finally:
-                self.seconds += sign * (time.perf_counter() - before)
+                self.seconds += sign * (time.thread_time() - before)
 
         return run
 
