@@ -10,9 +10,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Triton decides at decoration time whether kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+# The same examples every time, however slow the machine is.
+settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("SPECFOLD_SHARED", ROOT.parent / "shared"))

@@ -5,6 +5,7 @@ Output tokens are a function of the prompt and the row alone, as the real engine
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ from specfold import Completion, ConfigError, DecodeConfig, DecodeStats, Request
 from specfold.request import ERROR, LENGTH, STOP
 
 MODULE = "tests.cluster.fake_engine"
-DECODED, GO = "decoded", "go"
+DECODED, GO, HOLD = "decoded", "go", "hold"
 POISON, NAN, HANG, RAISE = 9_001, 9_002, 9_003, 9_004
 """Token ids that, in a prompt, make the process die, the row fail, the engine hang or raise."""
 LOOP, BLANK, FLOOD, UNMASKED = 9_005, 9_006, 9_007, 9_008
@@ -203,6 +204,31 @@ class GatedEngine(CountingEngine):
             while count >= 40 and not self._go.exists():
                 time.sleep(0.05)
             yield completion
+
+
+class HeldEngine(CountingEngine):
+    """Stands still before a row as long as there is a file of its number in ``hold`` beside the model's folder, and
+    leaves its process id in it."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, 0.02)
+        self._hold = Path(folder).parent / HOLD
+
+    def stream(self, requests: Iterator[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        yield from super().stream(map(self._when_let_go, requests), config, batch_size)
+
+    def _when_let_go(self, request: Request | None) -> Request | None:
+        if request is not None:
+            file = self._hold / str(request.row_id)
+            while file.exists():
+                with contextlib.suppress(FileNotFoundError), file.open("r+") as told:
+                    told.write(f"{os.getpid():>10}")  # as wide as the one before: never read in between
+                time.sleep(0.02)
+        return request
+
+
+def held(folder: str, **_: Any) -> FakeEngine:
+    return HeldEngine(folder)
 
 
 def gated(folder: str, **_: Any) -> FakeEngine:

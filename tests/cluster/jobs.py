@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ MODEL_CONFIG = {
     "num_key_value_heads": 1, "intermediate_size": 8, "vocab_size": fake_engine.FakeEngine.vocab_size,
     "mask_token_id": fake_engine.FakeEngine.mask_token_id, "eos_token_id": 1, "max_position_embeddings": 4096,
 }  # fmt: skip
+PATIENCE_S = 200.0
+"""How long a test waits for what takes seconds on a quiet machine."""
 VOLATILE = ["seconds"]
 """Columns that no two runs share."""
 
@@ -67,6 +70,27 @@ class JobFolder:
 
     def run(self, prompts: str, engine: str = "instant", **settings: Any) -> int:
         return run_job(self.config(prompts, **settings), engine_factory=f"{fake_engine.MODULE}:{engine}")
+
+    def hold(self, *rows: int) -> None:
+        """Make the ``held`` engine stand still before these rows."""
+        (self.root / fake_engine.HOLD).mkdir(exist_ok=True)
+        for row in rows:
+            (self.root / fake_engine.HOLD / str(row)).touch()
+
+    def holder(self, row: int) -> int:
+        """The process that stands still before a row, as soon as there is one."""
+        file = self.root / fake_engine.HOLD / str(row)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (told := file.read_text()):
+            assert time.monotonic() < deadline, f"no worker has come to row {row}"
+            time.sleep(0.02)
+        return int(told)
+
+    def let_go(self, *rows: int) -> None:
+        """Of these rows, and of all of them without any."""
+        for file in (self.root / fake_engine.HOLD).iterdir():
+            if not rows or int(file.name) in rows:
+                file.unlink()
 
     @property
     def parts(self) -> list[Path]:

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from tests.cluster.jobs import JobFolder, expected, keys
+from tests.cluster.jobs import PATIENCE_S, JobFolder, expected, keys
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
@@ -53,7 +53,7 @@ def start_driver(
 
 
 def wait_for_parts(folder: JobFolder, count: int, driver: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + PATIENCE_S
     while len(folder.parts) < count:
         assert driver.poll() is None, driver.communicate()
         assert time.monotonic() < deadline
@@ -88,18 +88,25 @@ def is_worker(pid: int) -> bool:
     return False
 
 
-def when(condition: Callable[[], bool], action: Callable[[], None], timeout_s: float = 60.0) -> threading.Thread:
-    """Do something to the job as soon as a condition holds."""
+@contextlib.contextmanager
+def meanwhile(folder: JobFolder, action: Callable[[], None]) -> Iterator[None]:
+    """Do something to a job of the ``held`` engine that runs inside; then all of its rows are let go."""
+    raised: list[BaseException] = []
 
-    def watch() -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        action()
+    def act() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            folder.let_go()
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=act, daemon=True)
     thread.start()
-    return thread
+    yield
+    thread.join()
+    if raised:
+        raise raised[0]
 
 
 def rows_finished(pid: int) -> int:

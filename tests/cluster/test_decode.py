@@ -15,13 +15,14 @@ from cluster.worker.openshard import OpenShard
 from cluster.worker.recorder import FlightRecorder, recorder_path, take_flight
 from specfold import Completion, DecodeConfig, Request
 from tests.cluster.fake_engine import RAISE, FakeEngine, decode
+from tests.cluster.jobs import PATIENCE_S
 
 
 class Events(queue.SimpleQueue):  # type: ignore[type-arg]
     """What a loop reported, in order."""
 
     def next(self) -> object:
-        return self.get(timeout=10)
+        return self.get(timeout=PATIENCE_S)
 
 
 class Spy(FakeEngine):

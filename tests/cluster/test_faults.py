@@ -20,30 +20,29 @@ import pytest
 
 from cluster.driver import check_job
 from cluster.errors import UserError
-from tests.cluster.fake_engine import POISON, RAISE
-from tests.cluster.jobs import JobFolder
+from tests.cluster.fake_engine import GO, POISON, RAISE
+from tests.cluster.jobs import PATIENCE_S, JobFolder
 from tests.cluster.processes import (
     assert_undisturbed,
+    meanwhile,
     rows_finished,
     start_driver,
     wait_for_parts,
-    when,
     worker_pids,
 )
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
-def kill_one(number: int) -> None:
-    os.kill(worker_pids()[0], number)
-
-
 def test_killed_workers_change_nothing(folder: JobFolder) -> None:
-    first = when(lambda: len(folder.parts) >= 2, lambda: kill_one(signal.SIGKILL))
-    second = when(lambda: len(folder.parts) >= 6, lambda: kill_one(signal.SIGTERM))
-    assert folder.run(folder.write_prompts(300), engine="slow", shard_rows=10, workers=2) == 0
-    first.join()
-    second.join()
+    def kill() -> None:
+        os.kill(folder.holder(55), signal.SIGKILL)
+        folder.let_go(55)
+        os.kill(folder.holder(155), signal.SIGTERM)
+
+    folder.hold(55, 155)
+    with meanwhile(folder, kill):
+        assert folder.run(folder.write_prompts(300), engine="held", shard_rows=10, workers=2) == 0
     assert_undisturbed(folder, 300)
     assert not folder.leftovers
     assert len(folder.summary()["workers"]) >= 3
@@ -63,12 +62,12 @@ def test_a_stopped_worker_is_replaced(folder: JobFolder) -> None:
     stopped: list[int] = []
 
     def stop() -> None:
-        stopped.append(worker_pids()[0])
+        stopped.append(folder.holder(35))
         os.kill(stopped[0], signal.SIGSTOP)
 
-    thread = when(lambda: len(folder.parts) >= 2, stop)
-    assert folder.run(folder.write_prompts(100), engine="slow", shard_rows=10, stall_timeout=2) == 0
-    thread.join()
+    folder.hold(35)
+    with meanwhile(folder, stop):
+        assert folder.run(folder.write_prompts(100), engine="held", shard_rows=10, stall_timeout=5) == 0
     assert_undisturbed(folder, 100)
     assert not Path(f"/proc/{stopped[0]}").exists()
 
@@ -114,11 +113,13 @@ def test_an_output_that_becomes_read_only_loses_nothing(folder: JobFolder, small
     folder.output = small_disk / "out"
     prompts = folder.write_prompts(200)
     # A process of its own: it cannot give its lease back, which is free only once it is dead.
-    driver = start_driver(folder, local_ray, prompts)
+    folder.hold(55)
+    driver = start_driver(folder, local_ray, prompts, "held", stall_timeout=PATIENCE_S)
     wait_for_parts(folder, 3, driver)
     while subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True).returncode:
         time.sleep(0.01)  # busy while a file is open for writing
-    out, err = driver.communicate(timeout=60)
+    folder.let_go()
+    out, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 1, (out, err)
     assert "cannot be written: the file system is read-only. Missing shards: " in err
     assert len(err.strip().splitlines()) == 1
@@ -148,12 +149,14 @@ def test_kills_at_random_moments_in_one_run_change_nothing(folder: JobFolder, re
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(killed[-1], signal.SIGKILL)
             time.sleep(0.02)
+        (folder.root / GO).touch()
 
     done = threading.Event()
     killer = threading.Thread(target=kill_when_it_works, args=(done,))
     killer.start()
     try:
-        assert folder.run(folder.write_prompts(rows), engine="counting", shard_rows=10, workers=2) == 0
+        # Each worker stands still after 40 rows until all kills are over.
+        assert folder.run(folder.write_prompts(rows), engine="gated", shard_rows=10, workers=2) == 0
     finally:
         done.set()
         killer.join()

@@ -14,6 +14,7 @@ import pytest
 from cluster.errors import UserError
 from cluster.output.lease import LEASE, Lease, holds, is_held
 from cluster.output.storage import Store
+from tests.cluster.jobs import PATIENCE_S
 
 
 def lease(store: Store, token: str, **times: Any) -> Lease:
@@ -46,7 +47,7 @@ def test_the_lease_of_a_dead_process_is_taken_at_once(tmp_path: Path) -> None:
     assert holds(store, "dead")
     begin = time.monotonic()
     lease(store, "alive", stale_s=60).acquire()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     assert holds(store, "alive")
 
 
@@ -78,7 +79,7 @@ def test_a_holder_whose_lease_was_taken_says_so(tmp_path: Path) -> None:
     mine = lease(store, "mine")
     mine.acquire()
     write_lease(store)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while mine.lost is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert mine.lost is not None

@@ -18,7 +18,7 @@ from cluster.driver.metrics import metric_names as job_metrics
 from cluster.worker.metrics import metric_names as worker_metrics
 from tests.cluster.fake_engine import GO, NAN
 from tests.cluster.head import Head
-from tests.cluster.jobs import JobFolder
+from tests.cluster.jobs import PATIENCE_S, JobFolder
 from tests.cluster.processes import start_driver
 
 ROWS, HELD, FAILING = 200, 40, 3
@@ -53,7 +53,7 @@ def scrape(head: Head, run: str) -> Scrape:
 
 
 def wait_until(what: str, look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not (found := look()):
         assert time.monotonic() < deadline, what
         time.sleep(0.2)
@@ -86,7 +86,7 @@ def watched(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     actors = {actor.name: actor.class_name for actor in alive if actor.job_id == job}
     tasks = {task.name for task in list_tasks(head.jobs, filters=[("job_id", "=", job)], limit=1000)}
     (folder.root / GO).touch()
-    output, errors = driver.communicate(timeout=60)
+    output, errors = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 0, output + errors
     final = {"ray_specfold_job_rows": {"": float(ROWS)}}
     wait_until("the last figures never come", lambda: scrape(head, run).items() >= final.items())

@@ -29,19 +29,18 @@ from cluster.worker.loans import Loans
 from cluster.worker.openshard import OpenShard
 from cluster.worker.worker import Worker
 from specfold import Completion, DecodeConfig, Request
-from tests.cluster.fake_engine import DECODED, FakeEngine, decode
-from tests.cluster.jobs import JobFolder, prompt_ids
-from tests.cluster.processes import assert_undisturbed, when, worker_pids
+from tests.cluster.fake_engine import FakeEngine, decode
+from tests.cluster.jobs import PATIENCE_S, JobFolder, prompt_ids
+from tests.cluster.processes import assert_undisturbed, meanwhile
 from tests.cluster.simulate_scale import SlotPool, TallyHost, simulate, works
 from tests.cluster.test_decode import Events, loop, requests
 from tests.cluster.test_worker import with_worker
 
-WAIT_S = 10.0
 Counts = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), max_size=5)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -180,41 +179,24 @@ def test_a_row_of_a_dropped_shard_that_is_in_the_engine_is_not_decoded_twice(tmp
 
 @pytest.mark.usefixtures("local_ray")
 def test_an_owner_and_then_a_helper_are_killed_while_rows_are_lent(folder: JobFolder) -> None:
-    """One shard of 110 rows beside one of 10; rows of the long one go to whoever has none left."""
-    started: list[int] = []
-    killed: list[tuple[str, int]] = []
+    """One shard of 110 rows beside one of 10; rows of the long one go to whoever has none left, the last ones first."""
+    early, late, later = 20, 100, 95
+    killed: list[int] = []
 
-    def decoded(pid: int) -> int:
-        path = folder.root / DECODED / str(pid)
-        return path.stat().st_size if path.exists() else 0
+    def kill() -> None:
+        killed.append(folder.holder(early))
+        assert folder.holder(late) != killed[0]  # it stands with rows of the other one
+        os.kill(killed[0], signal.SIGKILL)
+        folder.let_go(late)
+        killed.append(folder.holder(later))
+        assert killed[1] != folder.holder(early)
+        os.kill(killed[1], signal.SIGKILL)
 
-    def ready(role: str) -> Callable[[], bool]:
-        def check() -> bool:
-            now = [pid for pid in worker_pids() if decoded(pid) and pid not in {pid for _, pid in killed}]
-            if role == "owner":
-                started[:] = now
-                # The one with the short shard has begun rows beyond its own.
-                return len(folder.parts) == 1 and len(now) == 2 and min(map(decoded, now)) > 12
-            late = [pid for pid in now if pid not in started]
-            return bool(late) and decoded(late[0]) > 2
-
-        return check
-
-    def kill(role: str) -> None:
-        alive = [pid for pid in worker_pids() if decoded(pid) and pid not in {pid for _, pid in killed}]
-        pid = max(alive, key=decoded) if role == "owner" else next(p for p in alive if p not in started)
-        killed.append((role, pid))
-        os.kill(pid, signal.SIGKILL)
-
-    def both() -> None:
-        kill("owner")
-        when(ready("helper"), lambda: kill("helper"), timeout_s=60).join()
-
-    thread = when(ready("owner"), both, timeout_s=60)
-    prompts = folder.write_prompts(120)
-    assert folder.run(prompts, engine="counting_slowly", shard_rows=110, workers=2, batch_size=4) == 0
-    thread.join()
-    assert [role for role, _ in killed] == ["owner", "helper"]
+    folder.hold(early, late, later)
+    prompts, settings = folder.write_prompts(120), {"shard_rows": 110, "workers": 2, "batch_size": 4}
+    with meanwhile(folder, kill):
+        assert folder.run(prompts, engine="held", stall_timeout=PATIENCE_S, **settings) == 0
+    assert len(set(killed)) == 2
     assert_undisturbed(folder, 120)
     assert folder.summary()["rows"]["failed"] == 0
     assert not folder.leftovers

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fake_engine import GO
-from tests.cluster.jobs import JobFolder
+from tests.cluster.jobs import PATIENCE_S, JobFolder
 from tests.cluster.nodes import Nodes, some_nodes
 from tests.cluster.processes import assert_undisturbed, descendants, start_driver, wait_for_parts
 
@@ -36,7 +36,7 @@ def test_a_lost_node_and_one_that_comes_late_change_nothing(folder: JobFolder, n
     wait_for_worker(folder, "worker-1", driver)
     nodes.lose(0)
     (folder.root / GO).touch()
-    out, err = driver.communicate(timeout=200)
+    out, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 0, (out, err)
     assert "is gone (its node is gone); shards to run again: " in out
     assert_undisturbed(folder, 400)
@@ -55,7 +55,7 @@ def counters(folder: JobFolder) -> list[Path]:
 
 def wait_for_worker(folder: JobFolder, worker: str, driver: subprocess.Popen[str]) -> None:
     """Until a worker has published a part."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + PATIENCE_S
     while not any(f'"worker":"{worker}"' in path.read_text() for path in counters(folder)):
         assert driver.poll() is None, driver.communicate()
         assert time.monotonic() < deadline
@@ -69,7 +69,7 @@ def test_a_place_whose_gpu_never_finishes_a_row_is_set_aside(folder: JobFolder, 
     said = "The place of worker-1.3 is not used any more: 3 workers ended there without a finished row."
     assert any(said in line for line in driver.stdout), driver.communicate()
     (folder.root / GO).touch()
-    out, err = driver.communicate(timeout=200)
+    out, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 0, (out, err)
     assert_undisturbed(folder, 200)
     assert folder.summary()["rows"]["failed"] == 0
@@ -103,7 +103,7 @@ def test_an_output_that_a_node_does_not_share_is_a_sentence(folder: JobFolder, n
         nodes.lose(0)
     folder.output = folder.root / "shared" / "out"
     driver = start_driver(folder, nodes.address, folder.write_prompts(20))
-    out, err = driver.communicate(timeout=200)
+    out, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 2, (out, err)
     assert "does not see the driver's files in" in err
     assert "--output must be a folder or URL that every node shares." in err

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.jobs import JobFolder
+from tests.cluster.jobs import PATIENCE_S, JobFolder
 from tests.cluster.nodes import Nodes, some_nodes
 from tests.cluster.processes import assert_undisturbed, rows_finished, start_driver, worker_pids
 
@@ -70,7 +70,7 @@ class Misfortune:
 
     def look_at_end(self) -> int:
         """How the driver has ended; the user is never shown a traceback."""
-        out, err = self.driver.communicate(timeout=60)
+        out, err = self.driver.communicate(timeout=PATIENCE_S)
         code = self.driver.returncode
         if code != -signal.SIGKILL:
             assert code in MAY_END_WITH, (code, out, err, self.story())
@@ -105,7 +105,7 @@ class Misfortune:
         """Another driver on the same output; if the first has just ended it may be the one that goes on."""
         second = self.submit("counting_slowly")
         if self.driver.poll() is None:
-            _, err = second.communicate(timeout=200)
+            _, err = second.communicate(timeout=PATIENCE_S)
             if self.driver.poll() is None:
                 assert second.returncode == 2, (err, self.story())
                 assert "another driver" in err
@@ -124,7 +124,7 @@ class Misfortune:
     def end_driver(self, number: int) -> None:
         sent = time.monotonic()
         kill(self.driver.pid, number)
-        self.driver.wait(60)
+        self.driver.wait(PATIENCE_S)
         if number != signal.SIGKILL:
             assert time.monotonic() - sent < 3.0, self.story()  # what ``ray job stop`` allows
         self.look_at_end()
@@ -140,10 +140,10 @@ class Misfortune:
     def finish(self) -> None:
         """No more faults; the same command until every row is there."""
         kill(self.driver.pid, signal.SIGTERM)
-        self.driver.wait(60)
+        self.driver.wait(PATIENCE_S)
         self.look_at_end()
         self.driver = self.submit("instant")
-        out, err = self.driver.communicate(timeout=300)
+        out, err = self.driver.communicate(timeout=PATIENCE_S)
         assert self.driver.returncode == 0, (out, err, self.story())
 
     def story(self) -> str:
@@ -177,7 +177,7 @@ def test_no_row_is_lost_doubled_or_changed(folder: JobFolder, nodes: Nodes, requ
     assert not folder.leftovers
     calm = JobFolder(folder.root / "calm")
     driver = start_driver(calm, nodes.address, misfortune.prompts, "instant")
-    out, err = driver.communicate(timeout=300)
+    out, err = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 0, (out, err)
     assert folder.steady().equals(calm.steady())
     print(f"{count} rows, {folder.decoded} decoded with faults; {misfortune.story()}")

@@ -19,7 +19,7 @@ from cluster.output.storage import StorageError, Store
 from jobs import compare_runs, report
 from tests.cluster.fake_engine import LOOP, NAN
 from tests.cluster.head import Head
-from tests.cluster.jobs import VOLATILE, JobFolder
+from tests.cluster.jobs import PATIENCE_S, VOLATILE, JobFolder
 from tests.cluster.object_store import BUCKET, FAULTS, ObjectStore
 from tests.cluster.processes import assert_as_decoded, start_driver
 
@@ -81,7 +81,7 @@ def story(head: Head, object_store: ObjectStore, tmp_path_factory: pytest.TempPa
     with object_store.app.misbehaving(every=10):
         # Both workers stand still after 40 rows: looking at this store takes so long that the job could be over.
         first = start(told, head, "gated")
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE_S
         while len(told.parts()) < 4 or f"data/train-{FAILING // 10:07d}.parquet" not in told.parts():
             assert first.poll() is None, first.communicate()
             assert time.monotonic() < deadline
@@ -92,7 +92,7 @@ def story(head: Head, object_store: ObjectStore, tmp_path_factory: pytest.TempPa
         first_part = pq.read_table(pa.BufferReader(told.read("data/train-0000000.parquet")))
         told.failed_at_death = first_part["error_kind"].to_pylist()
         second = start(told, head, "cured", retry_failed=True)
-        output, errors = second.communicate(timeout=120)
+        output, errors = second.communicate(timeout=PATIENCE_S)
         assert second.returncode == 0, output + errors
     told.said = output.splitlines()
     told.made = object_store.app.made
@@ -172,7 +172,7 @@ def test_an_evaluation_reads_its_rows_and_keeps_its_results_on_the_store(
         "--task-data", f"s3://{BUCKET}/sums", "--output", f"s3://{output}", "--device", "cpu",
     ]  # fmt: skip
     environment = head.environment | {"RAY_ADDRESS": head.address}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == 0, run.stdout + run.stderr
     results = json.loads(object_store.fs.cat_file(f"{output}/results.json"))
     scores = results["results"]["sums"]
@@ -192,11 +192,11 @@ def test_a_writer_that_dies_in_the_middle_leaves_nothing(s3: ObjectStore) -> Non
     url = f"s3://{BUCKET}/killed"
     with s3.app.holding_writes("killed/data/x"):
         writer = subprocess.Popen([sys.executable, "-c", code, url], cwd=ROOT)
-        assert s3.app.holding.wait(30)
+        assert s3.app.holding.wait(PATIENCE_S)
         writer.kill()
         writer.wait()
         s3.app.let_go.set()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while not s3.app.incomplete and time.monotonic() < deadline:
             time.sleep(0.02)
     assert s3.app.incomplete == 1

@@ -106,7 +106,7 @@ def same(before: Any, after: Any) -> bool:
     return before == after and isinstance(before, bool) == isinstance(after, bool)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(values=st.lists(JSON, min_size=1, max_size=6))
 def test_the_types_never_change_a_json_value(
     tmp_path_factory: pytest.TempPathFactory, model: Path, values: list[Any]
@@ -125,7 +125,7 @@ NUMBERS = st.integers().map(str) | st.floats().map(repr) | st.decimals().map(str
 FIELDS = NUMBERS | st.sampled_from(["", "true", "True", "false", "007", "1.0", "-0", "1e5", "2020-01-01"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(values=st.lists(FIELDS, min_size=1, max_size=5))
 def test_the_types_never_change_a_csv_field(values: list[str]) -> None:
     facts = Facts()

@@ -55,7 +55,7 @@ def prompts_of(shards: list[RawShard]) -> list[Any]:
     return [row["prompt"] for raw in shards for row in parse_shard(raw).rows if isinstance(row, dict)]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     files=FILES,
     format=st.sampled_from(FORMATS),
@@ -78,7 +78,7 @@ def test_shards_partition_the_rows(
     assert sum(raw.num_rows for raw in shards) == len(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(TEXT, min_size=2, max_size=12),
     format=st.sampled_from(FORMATS),
@@ -103,7 +103,7 @@ def test_the_head_of_a_shard_is_the_shard_of_a_shorter_input(
         assert short.digest == limited.digest
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(content=st.binary(max_size=60), shard_rows=st.integers(1, 4))
 def test_any_line_of_bytes_is_one_row(content: bytes, shard_rows: int) -> None:
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip(b" \t\r\x0b\x0c")]
@@ -116,7 +116,7 @@ def test_any_line_of_bytes_is_one_row(content: bytes, shard_rows: int) -> None:
             assert sum(len(parse_shard(raw).rows) for raw in shards) == len(lines)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.text('a,"\n\r\xff', max_size=30))
 def test_no_csv_line_is_lost(content: str) -> None:
     """Every line of the file is in some record, and every record is a row or an error row."""

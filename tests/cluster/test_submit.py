@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from tests.cluster.head import BIN, Head
+from tests.cluster.jobs import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTING = ("Failed to connect", "Connection refused", "No available agent")
@@ -24,7 +25,9 @@ def submit(head: Head, *arguments: str, options: tuple[str, ...] = ()) -> subpro
         "jobs/generate.py", *arguments,
     ]  # fmt: skip
     for _ in range(30):
-        run = subprocess.run(command, cwd=ROOT, env=head.environment, capture_output=True, text=True, timeout=120)
+        run = subprocess.run(
+            command, cwd=ROOT, env=head.environment, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         if not any(sign in run.stderr for sign in STARTING):
             break
         time.sleep(1)
@@ -50,12 +53,12 @@ def test_a_stopped_job_ends_in_time_and_goes_on_when_submitted_again(head: Head,
     options = ("--no-wait", "--submission-id", name)
     started = submit(head, *settings, options=options)
     assert started.returncode == 0, started.stdout + started.stderr
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_S
     while not (output / "data").is_dir() or len(list((output / "data").glob("train-*"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     stop = [BIN / "ray", "job", "stop", "--address", head.jobs, name]
-    stopped = subprocess.run(stop, env=head.environment, capture_output=True, text=True, timeout=60)
+    stopped = subprocess.run(stop, env=head.environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert f"Job '{name}' was stopped" in stopped.stdout + stopped.stderr
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["state"], summary["sessions"][0]["exit_code"]) == ("interrupted", 143)

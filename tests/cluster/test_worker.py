@@ -88,10 +88,12 @@ def test_room_is_there_when_all_shards_have_come_and_few_rows_wait(folder: JobFo
         full = asyncio.create_task(worker.room(5))
         await asyncio.sleep(0.05)
         seen.append(full.done())  # five shards, four of them waiting
+        folder.let_go()
         await asyncio.gather(*running)
         return [*seen, await full > 0, await early > 0]
 
-    assert with_worker(folder, folder.write_prompts(40), use, engine="slow", batch_size=2) == [False, False, True, True]
+    folder.hold(1)
+    assert with_worker(folder, folder.write_prompts(40), use, engine="held", batch_size=2) == [False, False, True, True]
 
 
 def test_failed_rows_are_decoded_again_and_the_others_kept(folder: JobFolder) -> None:

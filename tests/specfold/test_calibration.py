@@ -21,7 +21,7 @@ from tests.specfold.random_models import FAMILY_NAMES, MASK, random_engine
 from tests.specfold.strategies import graphs, sampling
 
 PROMPTS = Path(__file__).resolve().parents[2] / "jobs" / "prompts.jsonl"
-few = settings(max_examples=12, deadline=None, derandomize=True)
+few = settings(max_examples=12)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -25,7 +25,7 @@ from tests.specfold.fused_checks import (
 )
 from tests.specfold.random_models import FAMILY_NAMES, MASK, random_engine
 
-few = settings(max_examples=30, deadline=None, derandomize=True)
+few = settings(max_examples=30)
 
 MODES: list[tuple[str, dict[str, Any]]] = [
     ("vanilla", {}),

@@ -24,7 +24,7 @@ from tests.specfold.fused_checks import (
 )
 from tests.specfold.random_models import FAMILY_NAMES, random_engine
 
-few = settings(max_examples=16, deadline=None, derandomize=True)
+few = settings(max_examples=16)
 
 MODES: list[tuple[str, dict[str, Any]]] = [
     ("vanilla", {"delta_time": 0.1}),

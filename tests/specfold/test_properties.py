@@ -22,7 +22,7 @@ from specfold.pages import PagePool
 from tests.specfold.random_models import FAMILY_NAMES, MASK, VOCAB, random_engine
 from tests.specfold.strategies import draw_run, prompts, replace_seconds, sampling
 
-few = settings(max_examples=40, deadline=None, derandomize=True)
+few = settings(max_examples=40)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

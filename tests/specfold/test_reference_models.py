@@ -58,14 +58,14 @@ def test_special_tokens_and_context(engine: Engine) -> None:
 
 
 @given(st.one_of(TEXTS.map("".join), st.binary().map(lambda data: data.decode("latin-1"))))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
 
 
 @given(st.integers(0, 10**12))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_digit_is_one_token(number: int) -> None:
     assert TOKENIZER.tokenize(str(number)) == list(str(number))
 

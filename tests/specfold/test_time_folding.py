@@ -24,7 +24,7 @@ from specfold.watch import Watch
 from tests.specfold.random_models import FAMILY_NAMES, MASK, random_engine
 from tests.specfold.strategies import draw_run, replace_seconds
 
-few = settings(max_examples=15, deadline=None, derandomize=True)
+few = settings(max_examples=15)
 VANILLA = DecodeConfig(mode="vanilla", max_new_tokens=24)
 PROMPTS = [[1, 2, 3], list(range(20)), [5] * 33, [7, 8, 9, 10, 11]]
 

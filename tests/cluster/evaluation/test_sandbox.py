@@ -107,7 +107,7 @@ def test_hostile_programs_fail_in_time(source: str, problem: str) -> None:
 def test_programs_that_never_end_are_ended(source: str) -> None:
     start = time.monotonic()
     assert run(source, IMPATIENT) == Verdict(False, "It was not done after 1.5 seconds.")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_a_program_sees_nothing_of_this_machine(tmp_path: Path) -> None:
