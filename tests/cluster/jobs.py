@@ -25,7 +25,7 @@ MODEL_CONFIG = {
     "num_key_value_heads": 1, "intermediate_size": 8, "vocab_size": fake_engine.FakeEngine.vocab_size,
     "mask_token_id": fake_engine.FakeEngine.mask_token_id, "eos_token_id": 1, "max_position_embeddings": 4096,
 }  # fmt: skip
-PATIENCE_S = 200.0
+PATIENCE_S = 300.0
 """How long a test waits for what takes seconds on a quiet machine."""
 VOLATILE = ["seconds"]
 """Columns that no two runs share."""

@@ -131,7 +131,6 @@ def test_an_output_that_becomes_read_only_loses_nothing(folder: JobFolder, small
     assert not folder.leftovers
 
 
-@pytest.mark.timeout(900)  # it ends in half a minute; a machine that does other work as well takes longer
 def test_kills_at_random_moments_in_one_run_change_nothing(folder: JobFolder, request: pytest.FixtureRequest) -> None:
     """Five; twenty with ``--fault-minutes`` of one and more, which takes minutes."""
     kills = 20 if request.config.getoption("--fault-minutes") >= 1 else 5

@@ -27,9 +27,10 @@ from cluster.evaluation.settings import EvaluationConfig
 from cluster.evaluation.task import Task
 from cluster.output.storage import Store
 from jobs.evaluate import load_evaluation, main
+from tests.cluster.jobs import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS, DEADLINE_S = 8, 120
+ROWS = 8
 TASK = """
 description: Short arithmetic, as the bundled models were trained to answer it.
 data: {splits: {demo: {file: prompts.jsonl}}}
@@ -86,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def killed(folder: Folder) -> int:
     """Parts of the second run when the driver was killed in the middle of it."""
     with started(folder) as process:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         while len(folder.parts("specfold-0.1")) < 2:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "the second run never began"
@@ -101,7 +102,7 @@ def printed(folder: Folder, killed: int) -> str:
     """What the same command printed when it had gone on to the end."""
     assert killed < ROWS, "the job was over before it could be killed"
     with started(folder) as process:
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        output, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, output
     return output
 

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.cluster.jobs import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 120
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def start(environment: dict[str, str], *args: str) -> subprocess.Popen[str]:
 
 def run(environment: dict[str, str], *args: str) -> str:
     process = start(environment, *args)
-    output, _ = process.communicate(timeout=DEADLINE_S)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     return output
 
@@ -47,7 +48,7 @@ def read(output: Path) -> pa.Table:
 
 
 def wait_for_a_part(output: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not any((output / "data").glob("train-*.parquet")):
         assert time.monotonic() < deadline, "no part was ever published"
         time.sleep(0.05)
@@ -115,7 +116,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     environment: dict[str, str], tmp_path: Path, args: list[str], sentence: str
 ) -> None:
     process = start(environment, *args, "--output", str(tmp_path / "out"))
-    output, _ = process.communicate(timeout=DEADLINE_S)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert output.startswith(sentence), output
     assert "Traceback" not in output
@@ -125,6 +126,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 def test_a_cluster_that_does_not_answer_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     process = start(environment | {"RAY_ADDRESS": "127.0.0.1:1"}, "--limit", "1", "--output", str(tmp_path / "out"))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert output == "error: no Ray cluster answers at 127.0.0.1:1: Connection refused.\n"
