@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.head import Head, running_head
 from tests.cluster.jobs import JobFolder
+from tests.cluster.processes import RAY_SETTINGS
 
 if TYPE_CHECKING:
     from tests.cluster.object_store import ObjectStore
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 def ray_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A home folder of the tests' own: Ray would write a token into the user's."""
     home = tmp_path_factory.mktemp("home")
-    before = {name: os.environ.get(name) for name in ("HOME", "RAY_AUTH_MODE")}
-    os.environ |= {"HOME": str(home), "RAY_AUTH_MODE": "disabled"}
+    before = {name: os.environ.get(name) for name in ("HOME", *RAY_SETTINGS)}
+    os.environ |= {"HOME": str(home), **RAY_SETTINGS}
     yield home
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.jobs import PATIENCE_S
+from tests.cluster.processes import RAY_SETTINGS
 
 BIN = Path(sys.executable).parent
 
@@ -47,7 +48,7 @@ def running_head(home: Path, **variables: str) -> Iterator[Head]:
     """Start a head of four CPUs with ``home`` as its home folder; it may need a moment yet when this returns."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "AWS_"))}
     environment = keep | {
-        "HOME": str(home), "RAY_AUTH_MODE": "disabled", "PATH": f"{BIN}:{os.environ['PATH']}",
+        "HOME": str(home), **RAY_SETTINGS, "PATH": f"{BIN}:{os.environ['PATH']}",
         "RAY_metrics_report_interval_ms": "500", **variables,
     }  # fmt: skip
     # Every port of its own: another Ray on this machine may have the usual ones.

@@ -20,6 +20,9 @@ import pyarrow as pa
 from tests.cluster.jobs import PATIENCE_S, JobFolder, expected, keys
 
 ROOT = Path(__file__).resolve().parents[2]
+RAY_SETTINGS = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+"""Environment of a Ray of the tests: it writes no token into a home folder, and its workers get as much of a busy
+machine as other processes do (by itself Ray lets them wait for everybody)."""
 DRIVER = """
 import json, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the driver has handlers: no traceback of an import

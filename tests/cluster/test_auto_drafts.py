@@ -46,7 +46,8 @@ def test_the_choice_stands_in_run_json_with_what_was_measured(run: Path) -> None
     values = read(run)
     choice = values["choices"]["drafts"]
     speeds = {trial["drafts"]: trial["tokens_per_second"] for trial in choice["trials"]}
-    assert set(speeds) >= {0, 2}
+    assert 0 in speeds
+    assert 2 in speeds or "2" in choice["left_out"]  # a busy machine may have no time for it
     assert speeds[choice["drafts"]] >= 0.98 * max(speeds.values())
     assert choice["batch_size"] == 8
     assert choice["device"] == "cpu"

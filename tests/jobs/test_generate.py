@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cluster.jobs import PATIENCE_S
+from tests.cluster.processes import RAY_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     keep = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return keep | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
+    return keep | {"HOME": str(tmp_path), **RAY_SETTINGS}
 
 
 def start(environment: dict[str, str], *args: str) -> subprocess.Popen[str]:
