@@ -24,9 +24,14 @@ from specfold import ConfigError, ModelError
 NAMESPACE = "specfold"
 _KEEPER_WAIT_S = 5.0
 _PROBE_S = 10.0
-_LOCAL_RAY = {"num_workers_soft_limit": 0}
-"""Helper processes may end once they are idle: Ray would keep one a core, with all that it has loaded, for the rest of
-the job. The peak, which is at the start, is not lower by it."""
+_LOCAL_RAY = {
+    # Helper processes may end once they are idle: Ray would keep one a core, with all that it has loaded, for the rest
+    # of the job. The peak, which is at the start, is not lower by it.
+    "num_workers_soft_limit": 0,
+    # Workers are as urgent as the command itself: with Ray's own niceness of 15 they wait for whatever else the machine
+    # computes, minutes for what takes seconds.
+    "worker_niceness": 0,
+}
 
 
 @contextlib.contextmanager

@@ -28,7 +28,6 @@ from cluster.evaluation.task import Task
 from cluster.output.storage import Store
 from jobs.evaluate import load_evaluation, main
 from tests.cluster.jobs import PATIENCE_S
-from tests.cluster.processes import RAY_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 8
@@ -114,7 +113,7 @@ def started(folder: Folder) -> Iterator[subprocess.Popen[str]]:
     keep = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "jobs" / "evaluate.py"), *folder.args],
-        env=keep | {"HOME": str(folder.root), **RAY_SETTINGS, "COLUMNS": "160"},
+        env=keep | {"HOME": str(folder.root), "RAY_AUTH_MODE": "disabled", "COLUMNS": "160"},
         cwd=folder.root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:

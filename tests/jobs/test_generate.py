@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cluster.jobs import PATIENCE_S
-from tests.cluster.processes import RAY_SETTINGS
+from tests.cluster.processes import descendants, is_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     keep = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return keep | {"HOME": str(tmp_path), **RAY_SETTINGS}
+    return keep | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
 
 
 def start(environment: dict[str, str], *args: str) -> subprocess.Popen[str]:
@@ -77,6 +77,8 @@ def test_public_prompts_killed_and_resumed_give_the_same_rows(
 
     killed = start(environment, *args, "--output", str(tmp_path / "killed"))
     wait_for_a_part(tmp_path / "killed")
+    urgency = {os.getpriority(os.PRIO_PROCESS, pid) for pid in descendants(killed.pid) if is_worker(pid)}
+    assert urgency == {os.getpriority(os.PRIO_PROCESS, killed.pid)}  # Ray's own choice is the lowest but four
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     before = len(list((tmp_path / "killed/data").glob("*.parquet")))
