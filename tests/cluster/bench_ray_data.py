@@ -6,7 +6,7 @@
 
 Each run is a command of its own with a Ray of its own: one of ours, one of Ray Data (``read_json``, ``map_batches``
 with the engine's function, ``write_parquet``), in turn. Measured from the start of the command: seconds, the time to
-the first part, peak memory of all processes (PSS). ``--kill`` ends each with SIGKILL of its driver on the way and
+the first part, peak memory of all processes (PSS). Workers of both have the command's own priority. ``--kill`` ends each with SIGKILL of its driver on the way and
 counts what is left; ours is then run again. Prints a line a run; the last one is JSON.
 """
 
@@ -33,7 +33,7 @@ from specfold import Request
 from tests.cluster.fake_engine import echo
 from tests.cluster.jobs import JobFolder
 from tests.cluster.memory import MIB, MemoryWatch, family
-from tests.cluster.processes import ROOT, descendants, start_driver
+from tests.cluster.processes import RAY_SETTINGS, ROOT, descendants, start_driver
 
 CPUS, SETTLE_S = 2, 8.0
 JOB, RAY_DATA = "job", "ray-data"
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     sides = (args.only,) if args.only else (JOB, RAY_DATA)
     results: dict[str, Any] = {"rows": args.rows, "cpus": CPUS, "date": time.strftime("%Y-%m-%d"), "runs": []}
     with tempfile.TemporaryDirectory() as root:
-        os.environ |= {"HOME": root, "RAY_AUTH_MODE": "disabled"}
+        os.environ |= {"HOME": root, **RAY_SETTINGS}
         prompts = JobFolder(Path(root, "input")).write_prompts(args.rows)
         for number in range(args.pairs):
             for side in sides:
