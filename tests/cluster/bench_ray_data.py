@@ -5,9 +5,10 @@
     python -m tests.cluster.bench_ray_data --rows 100000 --only job
 
 Each run is a command of its own with a Ray of its own: one of ours, one of Ray Data (``read_json``, ``map_batches``
-with the engine's function, ``write_parquet``), in turn. Measured from the start of the command: seconds, the time to
-the first part, peak memory of all processes (PSS). Workers of both have the command's own priority. ``--kill`` ends each with SIGKILL of its driver on the way and
-counts what is left; ours is then run again. Prints a line a run; the last one is JSON.
+with the engine's function, ``write_parquet``), in turn, and with workers of the command's own priority. Measured from
+the start of the command: seconds, the time to the first part, peak memory of all processes (PSS). ``--kill`` ends each
+with SIGKILL of its driver on the way and counts what is left; ours is then run again. Prints a line a run; the last one
+is JSON.
 """
 
 from __future__ import annotations

@@ -235,10 +235,6 @@ def gated(folder: str, **_: Any) -> FakeEngine:
     return GatedEngine(folder)
 
 
-def counting(folder: str, **_: Any) -> FakeEngine:
-    return CountingEngine(folder, 0.02)
-
-
 def counting_slowly(folder: str, **_: Any) -> FakeEngine:
     return CountingEngine(folder, 0.1)
 

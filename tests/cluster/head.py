@@ -7,16 +7,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.jobs import PATIENCE_S
 from tests.cluster.processes import RAY_SETTINGS
+from tests.waiting import wait_until
 
 BIN = Path(sys.executable).parent
 
@@ -82,12 +81,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
+    def listens() -> bool:
+        with suppress(OSError):
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            assert process.poll() is None, "the head has ended"
-            assert time.monotonic() < deadline, "the head does not come up"
-            time.sleep(0.1)
+            return True
+        return False
+
+    wait_until("the head does not come up", listens, process)

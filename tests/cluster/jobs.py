@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ from cluster.messages import RowKey
 from specfold import DecodeConfig, Request
 from specfold.checkpoint import expected_shapes, read_model_info
 from tests.cluster import fake_engine
+from tests.waiting import wait_until
 
 MODEL_CONFIG = {
     "model_type": "Fast_dLLM_Qwen", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1, "intermediate_size": 8, "vocab_size": fake_engine.FakeEngine.vocab_size,
     "mask_token_id": fake_engine.FakeEngine.mask_token_id, "eos_token_id": 1, "max_position_embeddings": 4096,
 }  # fmt: skip
-PATIENCE_S = 300.0
-"""How long a test waits for what takes seconds on a quiet machine."""
 VOLATILE = ["seconds"]
 """Columns that no two runs share."""
 
@@ -80,17 +78,13 @@ class JobFolder:
     def holder(self, row: int) -> int:
         """The process that stands still before a row, as soon as there is one."""
         file = self.root / fake_engine.HOLD / str(row)
-        deadline = time.monotonic() + PATIENCE_S
-        while not (told := file.read_text()):
-            assert time.monotonic() < deadline, f"no worker has come to row {row}"
-            time.sleep(0.02)
-        return int(told)
+        return int(wait_until(f"no worker has come to row {row}", file.read_text))
 
     def let_go(self, *rows: int) -> None:
         """Of these rows, and of all of them without any."""
         for file in (self.root / fake_engine.HOLD).iterdir():
             if not rows or int(file.name) in rows:
-                file.unlink()
+                file.unlink(missing_ok=True)
 
     @property
     def parts(self) -> list[Path]:

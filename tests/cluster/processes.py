@@ -9,15 +9,15 @@ import re
 import struct
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from tests.cluster.jobs import PATIENCE_S, JobFolder, expected, keys
+from tests.cluster.jobs import JobFolder, expected, keys
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY_SETTINGS = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
@@ -56,11 +56,7 @@ def start_driver(
 
 
 def wait_for_parts(folder: JobFolder, count: int, driver: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while len(folder.parts) < count:
-        assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(f"there are never {count} parts", lambda: len(folder.parts) >= count, driver)
 
 
 def worker_pids() -> list[int]:
@@ -93,23 +89,18 @@ def is_worker(pid: int) -> bool:
 
 @contextlib.contextmanager
 def meanwhile(folder: JobFolder, action: Callable[[], None]) -> Iterator[None]:
-    """Do something to a job of the ``held`` engine that runs inside; then all of its rows are let go."""
-    raised: list[BaseException] = []
+    """Do something to a job of the ``held`` engine that runs inside; then all of its rows are let go.
 
-    def act() -> None:
+    A job that ends before is an error: what the action waits for is gone.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(action)
+        acting.add_done_callback(lambda _: folder.let_go())
         try:
-            action()
-        except BaseException as error:
-            raised.append(error)
+            yield
         finally:
             folder.let_go()
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    yield
-    thread.join()
-    if raised:
-        raise raised[0]
+        acting.result()
 
 
 def rows_finished(pid: int) -> int:

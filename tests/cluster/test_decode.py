@@ -15,7 +15,7 @@ from cluster.worker.openshard import OpenShard
 from cluster.worker.recorder import FlightRecorder, recorder_path, take_flight
 from specfold import Completion, DecodeConfig, Request
 from tests.cluster.fake_engine import RAISE, FakeEngine, decode
-from tests.cluster.jobs import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 
 class Events(queue.SimpleQueue):  # type: ignore[type-arg]

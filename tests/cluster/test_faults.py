@@ -21,7 +21,7 @@ import pytest
 from cluster.driver import check_job
 from cluster.errors import UserError
 from tests.cluster.fake_engine import GO, POISON, RAISE
-from tests.cluster.jobs import PATIENCE_S, JobFolder
+from tests.cluster.jobs import JobFolder
 from tests.cluster.processes import (
     assert_undisturbed,
     meanwhile,
@@ -30,6 +30,7 @@ from tests.cluster.processes import (
     wait_for_parts,
     worker_pids,
 )
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -14,7 +14,7 @@ import pytest
 from cluster.errors import UserError
 from cluster.output.lease import LEASE, Lease, holds, is_held
 from cluster.output.storage import Store
-from tests.cluster.jobs import PATIENCE_S
+from tests.waiting import wait_until
 
 
 def lease(store: Store, token: str, **times: Any) -> Lease:
@@ -79,10 +79,8 @@ def test_a_holder_whose_lease_was_taken_says_so(tmp_path: Path) -> None:
     mine = lease(store, "mine")
     mine.acquire()
     write_lease(store)
-    deadline = time.monotonic() + PATIENCE_S
-    while mine.lost is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert mine.lost is not None
-    assert "another driver has taken over" in mine.lost
+    lost = wait_until("it does not notice", lambda: mine.lost)
+    assert lost is not None
+    assert "another driver has taken over" in lost
     mine.release()
     assert holds(store, "other")

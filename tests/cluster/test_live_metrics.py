@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ from cluster.driver.metrics import metric_names as job_metrics
 from cluster.worker.metrics import metric_names as worker_metrics
 from tests.cluster.fake_engine import GO, NAN
 from tests.cluster.head import Head
-from tests.cluster.jobs import PATIENCE_S, JobFolder
+from tests.cluster.jobs import JobFolder
 from tests.cluster.processes import start_driver
+from tests.waiting import PATIENCE_S, wait_until
 
 ROWS, HELD, FAILING = 200, 40, 3
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "specfold.json"
@@ -52,14 +51,6 @@ def scrape(head: Head, run: str) -> Scrape:
     return found
 
 
-def wait_until(what: str, look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
-    return found
-
-
 @pytest.fixture(scope="module")
 def watched(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     folder = JobFolder(tmp_path_factory.mktemp("watched"))
@@ -69,7 +60,6 @@ def watched(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     summary_file = folder.output / "summary.json"
 
     def held() -> Scrape | None:
-        assert driver.poll() is None, driver.communicate()
         found = scrape(head, run)
         # Each process reports when it comes to it.
         whole = found["ray_specfold_rows_total"] == dict.fromkeys(("worker-0", "worker-1"), HELD)
@@ -79,8 +69,8 @@ def watched(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Watched:
         told = json.loads(summary_file.read_text()).get("live") if summary_file.exists() else None
         return told if told and told["rows"] == 2 * HELD else None
 
-    seen = wait_until("the workers are not held", held)
-    told = wait_until("summary.json is not refreshed", live)
+    seen = wait_until("the workers are not held", held, driver, every_s=0.2)
+    told = wait_until("summary.json is not refreshed", live, driver)
     alive = list_actors(head.jobs, filters=[("state", "=", "ALIVE")])
     [job] = [actor.job_id for actor in alive if actor.name == f"output {run}"]
     actors = {actor.name: actor.class_name for actor in alive if actor.job_id == job}
@@ -89,7 +79,7 @@ def watched(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Watched:
     output, errors = driver.communicate(timeout=PATIENCE_S)
     assert driver.returncode == 0, output + errors
     final = {"ray_specfold_job_rows": {"": float(ROWS)}}
-    wait_until("the last figures never come", lambda: scrape(head, run).items() >= final.items())
+    wait_until("the last figures never come", lambda: scrape(head, run).items() >= final.items(), every_s=0.2)
     return Watched(
         run, seen, scrape(head, run), told, folder.summary(), output.splitlines(), actors, tasks
     )  # fmt: skip

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -30,20 +28,14 @@ from cluster.worker.openshard import OpenShard
 from cluster.worker.worker import Worker
 from specfold import Completion, DecodeConfig, Request
 from tests.cluster.fake_engine import FakeEngine, decode
-from tests.cluster.jobs import PATIENCE_S, JobFolder, prompt_ids
+from tests.cluster.jobs import JobFolder, prompt_ids
 from tests.cluster.processes import assert_undisturbed, meanwhile
 from tests.cluster.simulate_scale import SlotPool, TallyHost, simulate, works
 from tests.cluster.test_decode import Events, loop, requests
 from tests.cluster.test_worker import with_worker
+from tests.waiting import PATIENCE_S, wait_until
 
 Counts = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 100), max_size=5)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def finished(events: Events) -> object:
@@ -109,7 +101,7 @@ def test_lent_rows_come_back_with_results(tmp_path: Path) -> None:
     assert [request.row_id for request in lent] == [5, 4, 3, 2]  # those that would begin last
     assert (owner.waiting_rows, shard.missing) == (2, 6)
     owner.start()
-    until(lambda: shard.missing == 4)
+    wait_until("the rows that stayed are not done", lambda: shard.missing == 4)
     assert events.empty() or events.next() == "room"
     results = [decode(request, DecodeConfig()) for request in lent]
     assert loans.take_back(7, results) == (4, 0)
@@ -151,7 +143,7 @@ class Held(FakeEngine):
             if request is not None:
                 self.inside.append(request)
             if len(self.inside) == 2:
-                until(lambda: self.go)
+                wait_until("it is never let go", lambda: self.go)
             while self.go and self.inside:
                 yield decode(self.inside.popleft(), config)
 
@@ -163,7 +155,7 @@ def test_a_row_of_a_dropped_shard_that_is_in_the_engine_is_not_decoded_twice(tmp
     lent = OpenShard(-1, requests(2, 4))
     helper.add(lent)
     helper.start()
-    until(lambda: len(engine.inside) == 2)
+    wait_until("the rows do not begin", lambda: len(engine.inside) == 2)
     helper.drop(lent)
     shard = OpenShard(0, requests(0, 6))
     helper.add(shard)

@@ -8,16 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.fake_engine import GO
-from tests.cluster.jobs import PATIENCE_S, JobFolder
+from tests.cluster.jobs import JobFolder
 from tests.cluster.nodes import Nodes, some_nodes
 from tests.cluster.processes import assert_undisturbed, descendants, start_driver, wait_for_parts
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def counters(folder: JobFolder) -> list[Path]:
 
 def wait_for_worker(folder: JobFolder, worker: str, driver: subprocess.Popen[str]) -> None:
     """Until a worker has published a part."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not any(f'"worker":"{worker}"' in path.read_text() for path in counters(folder)):
-        assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+
+    def published() -> bool:
+        return any(f'"worker":"{worker}"' in path.read_text() for path in counters(folder))
+
+    wait_until(f"{worker} publishes nothing", published, driver)
 
 
 def test_a_place_whose_gpu_never_finishes_a_row_is_set_aside(folder: JobFolder, nodes: Nodes) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.jobs import PATIENCE_S, JobFolder
+from tests.cluster.jobs import JobFolder
 from tests.cluster.nodes import Nodes, some_nodes
 from tests.cluster.processes import assert_undisturbed, rows_finished, start_driver, worker_pids
+from tests.waiting import PATIENCE_S
 
 SEED = 6
 ROWS_PER_S = 12

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from cluster.output.storage import StorageError, Store
 from jobs import compare_runs, report
 from tests.cluster.fake_engine import LOOP, NAN
 from tests.cluster.head import Head
-from tests.cluster.jobs import PATIENCE_S, VOLATILE, JobFolder
+from tests.cluster.jobs import VOLATILE, JobFolder
 from tests.cluster.object_store import BUCKET, FAULTS, ObjectStore
 from tests.cluster.processes import assert_as_decoded, start_driver
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, LOOPING, FAILING = 100, 45, 5
@@ -81,11 +81,8 @@ def story(head: Head, object_store: ObjectStore, tmp_path_factory: pytest.TempPa
     with object_store.app.misbehaving(every=10):
         # Both workers stand still after 40 rows: looking at this store takes so long that the job could be over.
         first = start(told, head, "gated")
-        deadline = time.monotonic() + PATIENCE_S
-        while len(told.parts()) < 4 or f"data/train-{FAILING // 10:07d}.parquet" not in told.parts():
-            assert first.poll() is None, first.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        failed = f"data/train-{FAILING // 10:07d}.parquet"
+        wait_until("there are never four parts", lambda: len(parts := told.parts()) >= 4 and failed in parts, first)
         first.kill()
         first.communicate()
         told.at_death = told.parts()
@@ -99,7 +96,7 @@ def story(head: Head, object_store: ObjectStore, tmp_path_factory: pytest.TempPa
     return told
 
 
-def start(story: Story, head: Head, engine: str = "counting", **settings: Any) -> subprocess.Popen[str]:
+def start(story: Story, head: Head, engine: str, **settings: Any) -> subprocess.Popen[str]:
     settings = {"output": OUTPUT, "workers": 2, "quarantine": True} | settings
     return start_driver(story.folder, head.address, PROMPTS, engine, head.environment, **settings)
 
@@ -196,9 +193,7 @@ def test_a_writer_that_dies_in_the_middle_leaves_nothing(s3: ObjectStore) -> Non
         writer.kill()
         writer.wait()
         s3.app.let_go.set()
-        deadline = time.monotonic() + PATIENCE_S
-        while not s3.app.incomplete and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until("the store has not noticed", lambda: s3.app.incomplete)
     assert s3.app.incomplete == 1
     assert s3.fs.find(f"{BUCKET}/killed") == []
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.jobs import PATIENCE_S, JobFolder, expected, keys
+from tests.cluster.jobs import JobFolder, expected, keys
 from tests.cluster.processes import ROOT, descendants, start_driver, wait_for_parts
+from tests.waiting import PATIENCE_S, wait_until
 
 STOP_S = 3.0
 """What ``ray job stop`` allows a job; on a quiet machine it takes a third of that."""
@@ -78,11 +79,8 @@ def test_a_signal_while_ray_starts_is_a_sentence_and_leaves_nothing(tmp_path: Pa
     """Ray has a handler of its own in place then, which exits with 15 and says nothing."""
     command = [sys.executable, "jobs/generate.py", "--output", str(tmp_path / "out"), "--workers", "1"]
     driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + PATIENCE_S
-    while not descendants(driver.pid):  # Ray's first process: ray.init is under way
-        assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    # Ray's first process: ray.init is under way.
+    wait_until("Ray does not start", lambda: descendants(driver.pid), driver, every_s=0.01)
     sent = time.monotonic()
     driver.send_signal(number)
     assert driver.wait(PATIENCE_S) == code

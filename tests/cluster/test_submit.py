@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from tests.cluster.head import BIN, Head
-from tests.cluster.jobs import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTING = ("Failed to connect", "Connection refused", "No available agent")
@@ -53,10 +53,7 @@ def test_a_stopped_job_ends_in_time_and_goes_on_when_submitted_again(head: Head,
     options = ("--no-wait", "--submission-id", name)
     started = submit(head, *settings, options=options)
     assert started.returncode == 0, started.stdout + started.stderr
-    deadline = time.monotonic() + PATIENCE_S
-    while not (output / "data").is_dir() or len(list((output / "data").glob("train-*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until("there are never two parts", lambda: len(list((output / "data").glob("train-*"))) >= 2)
     stop = [BIN / "ray", "job", "stop", "--address", head.jobs, name]
     stopped = subprocess.run(stop, env=head.environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert f"Job '{name}' was stopped" in stopped.stdout + stopped.stderr

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from cluster.evaluation.settings import EvaluationConfig
 from cluster.evaluation.task import Task
 from cluster.output.storage import Store
 from jobs.evaluate import load_evaluation, main
-from tests.cluster.jobs import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 8
@@ -87,11 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def killed(folder: Folder) -> int:
     """Parts of the second run when the driver was killed in the middle of it."""
     with started(folder) as process:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(folder.parts("specfold-0.1")) < 2:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "the second run never began"
-            time.sleep(0.02)
+        wait_until("the second run never began", lambda: len(folder.parts("specfold-0.1")) >= 2, process)
     assert len(folder.parts("vanilla")) == ROWS
     assert not (folder.output / "results.json").exists()
     return len(folder.parts("specfold-0.1"))

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import datasets
@@ -15,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.cluster.jobs import PATIENCE_S
 from tests.cluster.processes import descendants, is_worker
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,13 +47,6 @@ def read(output: Path) -> pa.Table:
     return table.drop_columns(["seconds"])
 
 
-def wait_for_a_part(output: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not any((output / "data").glob("train-*.parquet")):
-        assert time.monotonic() < deadline, "no part was ever published"
-        time.sleep(0.05)
-
-
 def test_public_prompts_killed_and_resumed_give_the_same_rows(
     shared: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -76,12 +68,13 @@ def test_public_prompts_killed_and_resumed_give_the_same_rows(
     assert whole["finish_reason"].to_pylist().count("error") == 0
 
     killed = start(environment, *args, "--output", str(tmp_path / "killed"))
-    wait_for_a_part(tmp_path / "killed")
+    parts = tmp_path / "killed" / "data"
+    wait_until("no part was ever published", lambda: any(parts.glob("train-*.parquet")), killed)
     urgency = {os.getpriority(os.PRIO_PROCESS, pid) for pid in descendants(killed.pid) if is_worker(pid)}
     assert urgency == {os.getpriority(os.PRIO_PROCESS, killed.pid)}  # Ray's own choice is the lowest but four
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    before = len(list((tmp_path / "killed/data").glob("*.parquet")))
+    before = len(list(parts.glob("*.parquet")))
     assert before < 8, "the job was over before it could be killed"
     run(environment, *args, "--output", str(tmp_path / "killed"))
     assert read(tmp_path / "killed").equals(whole)
