@@ -184,7 +184,7 @@ class _Bench:
         last = self._clock()
         while waiting or not decoder.idle:
             changed = False
-            while waiting and decoder.has_free_slot:
+            while waiting and decoder.has_room:
                 decoder.admit(waiting.popleft())
                 changed = True
             changed |= any(row is not None and not row.opened for row in decoder.rows)

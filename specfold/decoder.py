@@ -1,7 +1,8 @@
 """One decoding run: rows enter free slots, advance together, and leave as completions.
 
 The host side of the engine: it gives out slots and pages, runs prefill chunks between steps and collects finished rows.
-What is computed, and where, is the backend's business.
+What is computed, and where, is the backend's business. Where that caches several prompts at the cost of one, as many
+rows wait ahead of the slots, so that when a prompt is due others can go with it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from kernels.fused.control import NEVER
@@ -31,13 +34,14 @@ Finished = tuple[Request, Completion]
 
 @dataclass(slots=True)
 class Row:
-    """A row in a slot."""
+    """A row in a slot, or ahead of one."""
 
     request: Request
     prefill: Prefill
     pages: list[int]
     stop: tuple[str, ...]
-    admitted_s: float
+    began_s: float = 0.0
+    """When it got its slot."""
     opened: bool = False
     tokens: list[int] = field(default_factory=list)
     """Output of the finished blocks."""
@@ -63,28 +67,36 @@ class Decoder:
         self.rules = setup.rules
         self.backend: Backend = make_backend(engine.backend, setup)
         self.rows: list[Row | None] = [None] * batch_size
+        self._ahead: deque[Row] = deque()
+        """Rows that have their pages and no slot yet."""
         self._waiting: Request | None = None
+        """A request that found no pages."""
         self._leaving: list[_Leaving] = []
 
     @property
     def idle(self) -> bool:
-        return not (any(self.rows) or self._leaving or self._waiting)
+        return not (any(self.rows) or self._ahead or self._leaving or self._waiting)
 
     @property
-    def has_free_slot(self) -> bool:
-        return None in self.rows and self._waiting is None
+    def has_room(self) -> bool:
+        """Whether it takes another request."""
+        return self._waiting is None and self._num_rows < len(self.rows) + self.backend.num_prompts - 1
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self.rows) - self.rows.count(None) + len(self._ahead)
 
     def admit(self, request: Request) -> Completion | None:
-        """Puts a request into a free slot; a bad one comes back as an error completion and takes none.
+        """Puts a request into a free slot, or ahead of the slots; a bad one comes back as an error completion.
 
-        While pages are short the request waits for rows to leave, and no slot counts as free.
+        While pages are short the request waits for rows to leave, and there is no room for others.
         """
         bad = refusal(self.engine, self.config, request)
         if bad is not None:
             return bad
         if self._place(request):
             return None
-        if any(self.rows):
+        if self._num_rows:
             self._waiting = request
             return None
         message = "The row's keys and values do not fit into the device's memory, even alone."
@@ -95,12 +107,11 @@ class Decoder:
         return self.prepare() + self.decode()
 
     def prepare(self) -> list[Finished]:
-        """Caches the next chunk of every waiting prompt and opens the first block of those that are ready."""
-        if self._waiting is not None and None in self.rows and self._place(self._waiting):
+        """Caches the next chunk of every prompt in a slot and opens the first block of those that are ready."""
+        if self._waiting is not None and self._place(self._waiting):
             self._waiting = None
-        unfinished = {id(r.prefill): r.prefill for r in self.rows if r is not None and not r.prefill.finished}
-        for prefill in unfinished.values():
-            self.backend.prefill(prefill)
+        self._fill_slots()
+        self.backend.prefill(self._due_prompts())
         for slot, row in enumerate(self.rows):
             if row is not None and not row.opened and row.prefill.finished:
                 row.opened = True
@@ -119,9 +130,11 @@ class Decoder:
         return _either(request.max_new_tokens, self.config.max_new_tokens)
 
     def _place(self, request: Request) -> bool:
-        """Gives a request a slot and all the pages it will ever need; False if those are not free now."""
+        """Gives a request all the pages it will ever need, and a slot when its turn comes; False if those are not free
+        now."""
         prompt, pool = tuple(request.prompt_ids), self.backend.pool
-        prefill = next((r.prefill for r in self.rows if r is not None and r.prefill.prompt_ids == prompt), None)
+        rows = chain((row for row in self.rows if row is not None), self._ahead)
+        prefill = next((row.prefill for row in rows if row.prefill.prompt_ids == prompt), None)
         length = prefill_length(len(prompt), self.rules)
         shared = length // PAGE_SIZE
         own = pages_for(len(prompt) + self._max_new_tokens(request) + self.rules.block_size) - shared
@@ -132,8 +145,26 @@ class Decoder:
         prefill.owners += 1
         pages = pool.share(prefill.pages[:shared]) + pool.allocate(own)
         stop = self.config.stop if request.stop is None else tuple(request.stop)
-        self.rows[self.rows.index(None)] = Row(request, prefill, pages, stop, time.perf_counter())
+        self._ahead.append(Row(request, prefill, pages, stop))
+        self._fill_slots()
         return True
+
+    def _fill_slots(self) -> None:
+        """Free slots to the rows ahead, in their order."""
+        while self._ahead and None in self.rows:
+            row = self._ahead.popleft()
+            row.began_s = time.perf_counter()
+            self.rows[self.rows.index(None)] = row
+
+    def _due_prompts(self) -> list[Prefill]:
+        """Unfinished prompts of the slots, and of the rows ahead as many as a forward takes beside them."""
+        due = {id(row.prefill): row.prefill for row in self.rows if row is not None and not row.prefill.finished}
+        room = -len(due) % self.backend.num_prompts
+        for row in self._ahead:
+            if room and not row.prefill.finished and id(row.prefill) not in due:
+                due[id(row.prefill)] = row.prefill
+                room -= 1
+        return list(due.values())
 
     def _start(self, row: Row) -> RowStart:
         """What the backend needs to open a prefilled row; copies the page that the prompt shares with its output."""
@@ -233,7 +264,7 @@ def _finished(leaving: _Leaving) -> Finished:
     stats.prompt_tokens = len(row.request.prompt_ids)
     stats.output_tokens = len(leaving.completion.token_ids)
     stats.prefill_tokens = leaving.prefill_tokens
-    stats.seconds = time.perf_counter() - row.admitted_s
+    stats.seconds = time.perf_counter() - row.began_s
     return row.request, replace(leaving.completion, stats=stats)
 
 

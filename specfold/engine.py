@@ -178,7 +178,7 @@ class Engine:
         decoder = Decoder(self, config, batch_size, watch)
         exhausted = False
         while True:
-            while decoder.has_free_slot and not exhausted:
+            while decoder.has_room and not exhausted:
                 request = next(requests, _END)
                 if request is _END:
                     exhausted = True

@@ -38,7 +38,7 @@ class DecodeStats:
     """``main_folded_qkv[layer]``: of those, the ones that inherited their QKV from the step before."""
     main_folded_ffn: list[int] = field(default_factory=list)
     seconds: float = 0.0
-    """Time from admission to the last token, summed over rows; not wall time when rows decode together."""
+    """Time from a slot of its own to the last token, summed over rows; not wall time when rows decode together."""
 
     @property
     def num_forwards(self) -> int:

@@ -68,7 +68,7 @@ class Member:
     @property
     def free_rows(self) -> int:
         """Rows that could begin now if it had them."""
-        return 0 if self.state.waiting_rows else self.state.batch_size - self.state.active_rows
+        return 0 if self.state.waiting_rows else max(self.state.batch_size - self.state.active_rows, 0)
 
     @property
     def doing(self) -> str:

@@ -108,6 +108,10 @@ def _block_kernel(
     length = T
     if LIMITED:
         length = tl.minimum(tl.load(p_length + i_s, cache_modifier=CACHE), T).to(tl.int32)
+        if i_m * TILES * BM // GROUP >= length:
+            if EARLY:
+                wait_for_inputs(OVERLAP)
+            return
     _, num_states = cut_prefix(num_queries, start, num_slots, G, PREFIX_BM, CHUNKS, CHUNK, SPLIT_TILES, KEYS_A_TILE)
     is_final = True
     if UNIT < T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,9 +97,11 @@ class Backend(Protocol):
 
     pool: PagePool
     slots: SlotState
+    num_prompts: int
+    """Prompts that it caches at the cost of little more than one."""
 
-    def prefill(self, prefill: Prefill) -> None:
-        """Computes and caches the next chunk of a prompt."""
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        """Computes and caches the next chunk of each of these prompts."""
 
     def open(self, slot: int, row: RowStart) -> RowReport | None:
         """Opens the first block of a row in a free slot; a report if that already ends the row and is known."""
@@ -115,15 +118,21 @@ def fill_slot(slots: SlotState, slot: int, row: RowStart) -> None:
     prompt, start = row.prefill.prompt_ids, row.prefill.length
     device = slots.state_ST.device
     first_new = len(prompt) - start
-    slots.state_ST[slot, :first_new] = torch.tensor(prompt[start:], dtype=torch.long, device=device)
+    slots.state_ST[slot, :first_new] = to_device(prompt[start:], device)
     slots.start_S[slot] = start
     slots.first_new_S[slot] = first_new
     slots.prompt_len_S[slot] = len(prompt)
     slots.limit_S[slot] = row.limit
     slots.think_S[slot] = row.think
-    slots.page_table_SP[slot, : len(row.pages)] = torch.tensor(row.pages, device=device)
-    slots.key_S2[slot] = torch.tensor(row.noise_key, device=device)
+    slots.page_table_SP[slot, : len(row.pages)] = to_device(row.pages, device)
+    slots.key_S2[slot] = to_device(row.noise_key, device)
     slots.sample_S[slot] = row.sample_id
     slots.temperature_S[slot] = row.temperature
     slots.top_p_S[slot] = row.top_p
     slots.top_k_S[slot] = row.top_k
+
+
+def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The values as int64. The host goes on at once: a copy from ordinary memory would wait for all that is queued."""
+    pinned = torch.tensor(list(values), dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

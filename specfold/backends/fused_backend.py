@@ -6,13 +6,14 @@ S slots, B branches, T block positions, A = S * B, E hidden width.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels.fused.control import FLAGS, Result
 from specfold.backends.base import RowReport, RowStart, RunSetup, fill_slot
-from specfold.backends.fused_prefill import FusedPrefill
+from specfold.backends.fused_prefill import FusedPrefill, prefill_slots
 from specfold.backends.fused_stats import CounterCopy
 from specfold.backends.fused_step import FusedStep
 from specfold.backends.memory import MemoryPlan, free_device_memory, plan_memory
@@ -41,6 +42,7 @@ class FusedBackend:
         model, device = setup.model, setup.model.device
         spec, rules = model.spec, setup.rules
         self._setup, self._device = setup, device
+        self.num_prompts = prefill_slots(setup)
         self.memory = plan_run(setup)
         self.pool = PagePool(spec, device, model.dtype, self.memory.num_pages, fixed=True)
         positions = min(setup.context_length + rules.block_size, self.memory.num_pages * PAGE_SIZE)
@@ -57,8 +59,8 @@ class FusedBackend:
         """Per open slot, whether its row draws tokens, and whether from a limited set."""
 
     @torch.inference_mode()
-    def prefill(self, prefill: Prefill) -> None:
-        self._prefill.advance(prefill)
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        self._prefill.advance(prefills)
 
     @torch.inference_mode()
     def open(self, slot: int, row: RowStart) -> RowReport | None:
@@ -139,7 +141,7 @@ def plan_run(setup: RunSetup) -> MemoryPlan:
     page_bytes = 2 * spec.num_layers * PAGE_SIZE * spec.num_kv_heads * spec.head_dim * item
     longest = pages_for(setup.context_length + rules.block_size)
     # A prompt's pages stand once more where its ragged end is copied.
-    useful = setup.batch_size * (longest + 1)
+    useful = (setup.batch_size + prefill_slots(setup) - 1) * (longest + 1)
     if model.device.type != "cuda":
         return MemoryPlan(model.num_bytes, 0, page_bytes, min(useful, CPU_PAGES))
     step = FusedStep.num_bytes(setup) + FusedPrefill.num_bytes(setup)

@@ -231,7 +231,7 @@ class FusedForward:
         pages = (self.pool.k[index], self.pool.v[index])
         ops.prefix_attention(q, qkv_map, *pages, page_table_SP, branches.start_S, scale, prefix)
         # What is attended stands by list position; where positions are left out, by row.
-        by_row = gates.time is not None and gates.time.skips
+        by_row = length_S is not None or (gates.time is not None and gates.time.skips)
         attended = (qkv_map.count_1, 1) if by_row else (branches.num_live_1, self.shape.block)
         ops.block_attention(q, k, v, prefix, qkv_map, branches, mask_unit, scale, self._attended, length_S, by_row)
         parts = self._parts_for(layer.output_EN)

@@ -1,6 +1,6 @@
-"""Prompts into the cache with the step's own operations: a chunk is one final branch of one slot.
+"""Prompts into the cache with the step's own operations: a prompt's chunk is the one final branch of a slot.
 
-T positions of a chunk, E hidden width.
+S prompts that one forward takes, T positions of a chunk, E hidden width.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from kernels.fused.control import Graph
 from kernels.fused.head_scratch import HeadScratch
 from kernels.fused.layout import FINAL
-from specfold.backends.base import RunSetup
+from specfold.backends.base import RunSetup, to_device
 from specfold.backends.fused_forward import ForwardShape, FusedForward, forward_bytes
 from specfold.backends.fused_step import (
     FusedStep,
@@ -26,16 +26,26 @@ from specfold.backends.replay import Replay
 from specfold.pages import PagePool
 from specfold.prefill import CHUNK, NO_FOLDING, Prefill, chunk_size
 
+MAX_PROMPTS = 8
+"""Prompts of one forward. A short one costs a forward the reading of all weights, and many that once."""
+SLOTS_A_PROMPT = 4
+"""With few slots rows end seldom, and hardly two prompts would wait at a time: one more prompt for so many slots."""
+GROUP_POSITIONS = 1024
+"""And no more positions, so that the rows that decode do not wait for long; products are at their best rate by then."""
+
 
 class FusedPrefill:
-    """Caches chunks of prompts, one prompt at a time, so that what stands in the cache depends on the prompt alone."""
+    """Caches chunks of prompts, several prompts in one forward.
+
+    What stands in the cache depends on the prompt alone: no row of a forward knows how many others there are.
+    """
 
     def __init__(
         self, ops: Operations, setup: RunSetup, pool: PagePool, step: FusedStep, table: int, num_positions: int
     ) -> None:
         self._ops, self._setup, self._pool, self._step = ops, setup, pool, step
         self._table, self._num_positions = table, num_positions
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: dict[int, _Chunks] = {}
         device = setup.model.device
         one = torch.ones(1, dtype=torch.int32, device=device)
         self._seed_rows = empty_head_rows(1, one)
@@ -44,20 +54,38 @@ class FusedPrefill:
         self._seed = empty_predictions(1, 1, 0, device)
         self._scratch: dict[tuple[bool, bool], HeadScratch] = {}
 
-    def advance(self, prefill: Prefill) -> None:
-        """Computes and caches the next chunk of a prompt."""
-        length = min(chunk_size(prefill, self._setup.rules), prefill.length - prefill.done)
-        room = -(-length // CHUNK) * CHUNK
+    def advance(self, prefills: Sequence[Prefill]) -> None:
+        """Computes and caches the next chunk of each of these prompts."""
+        group: list[Prefill] = []
+        for prefill in prefills:
+            if self._next_length(prefill) > CHUNK:
+                self._run([prefill])
+                continue
+            positions = sum(map(self._next_length, group)) + self._next_length(prefill)
+            if len(group) == prefill_slots(self._setup) or (group and positions > GROUP_POSITIONS):
+                self._run(group)
+                group = []
+            group.append(prefill)
+        if group:
+            self._run(group)
+
+    def _next_length(self, prefill: Prefill) -> int:
+        return min(chunk_size(prefill, self._setup.rules), prefill.length - prefill.done)
+
+    def _run(self, group: Sequence[Prefill]) -> None:
+        lengths = [self._next_length(prefill) for prefill in group]
+        room = -(-max(lengths) // CHUNK) * CHUNK
         if room not in self._chunks:
             # Chunks of other sizes than the ordinary come from bidirectional prompts; only one size is kept.
-            self._chunks = {size: chunk for size, chunk in self._chunks.items() if size == CHUNK}
-            self._chunks[room] = _Chunk(self._ops, self._setup, self._pool, room, self._table, self._num_positions)
-        end = prefill.done + length
-        tokens = prefill.prompt_ids[prefill.done : end]
-        hidden_E = self._chunks[room].run(tokens, prefill.done, prefill.pages)
-        if end == prefill.length:
-            prefill.last_hidden_E = hidden_E.clone()
-        prefill.done = end
+            self._chunks = {size: chunks for size, chunks in self._chunks.items() if size == CHUNK}
+            slots = prefill_slots(self._setup) if room == CHUNK else 1
+            shape = ForwardShape(slots, 1, room)
+            self._chunks[room] = _Chunks(self._ops, self._setup, self._pool, shape, self._table, self._num_positions)
+        hidden_DE = self._chunks[room].run(group, lengths)
+        for prefill, length, hidden_E in zip(group, lengths, hidden_DE, strict=False):
+            prefill.done += length
+            if prefill.finished:
+                prefill.last_hidden_E = hidden_E.clone()
 
     def seed(self, prefill: Prefill, slot: int) -> torch.Tensor:
         """The token after a cached prompt [1], on the device: argmax, or drawn where the rules sample seeds."""
@@ -86,48 +114,59 @@ class FusedPrefill:
 
     @staticmethod
     def num_bytes(setup: RunSetup) -> int:
-        """Device memory of the ordinary chunk's buffers."""
-        return forward_bytes(setup.model.spec, setup.model.dtype, ForwardShape(1, 1, CHUNK))
+        """Device memory of the buffers for chunks of the ordinary size."""
+        return forward_bytes(setup.model.spec, setup.model.dtype, ForwardShape(prefill_slots(setup), 1, CHUNK))
 
 
-class _Chunk:
-    """Buffers and the graph of one chunk size; shorter chunks leave its end empty."""
+def prefill_slots(setup: RunSetup) -> int:
+    """Prompts that one forward takes."""
+    return min(MAX_PROMPTS, 1 + setup.batch_size // SLOTS_A_PROMPT)
+
+
+class _Chunks:
+    """Buffers and the graph of one chunk size; shorter chunks leave the end of their place empty."""
 
     def __init__(
-        self, ops: Operations, setup: RunSetup, pool: PagePool, size: int, table: int, num_positions: int
+        self, ops: Operations, setup: RunSetup, pool: PagePool, shape: ForwardShape, table: int, num_positions: int
     ) -> None:
-        model, device = setup.model, setup.model.device
+        model, device, slots, size = setup.model, setup.model.device, shape.num_slots, shape.block
         self._ops, self._setup, self._pool = ops, setup, pool
-        shape = ForwardShape(1, 1, size)
         self._forward = FusedForward(ops, model, pool, shape)
         self._forward.reserve_positions(num_positions)
-        self._start_S = torch.zeros(1, dtype=torch.int64, device=device)
+        self._start_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._length_S = torch.zeros_like(self._start_S)
-        self._page_table_SP = torch.zeros((1, table), dtype=torch.int64, device=device)
-        one = torch.ones(1, dtype=torch.int32, device=device)
-        graph = Graph.build([[]], [0], device)
-        self._branches = empty_branches(shape, self._start_S, graph, one)
+        self._page_table_SP = torch.zeros((slots, table), dtype=torch.int64, device=device)
+        count = torch.full((1,), slots, dtype=torch.int32, device=device)
+        self._branches = empty_branches(shape, self._start_S, Graph.build([[]], [0], device), count)
         self._branches.kind_SB.fill_(FINAL)
-        self._committed = torch.zeros(1, dtype=torch.int32, device=device)
-        self._rows = empty_head_rows(1, one.clone())
-        self._hidden_DE = torch.empty((1, model.spec.hidden_size), dtype=model.dtype, device=device)
+        for places in (self._branches.slot_A, self._branches.index_SB[:, 0]):
+            places.copy_(torch.arange(slots))
+        self._committed = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._rows = empty_head_rows(slots, count.clone())
+        self._hidden_DE = torch.empty((slots, model.spec.hidden_size), dtype=model.dtype, device=device)
         self._mask_unit = mask_unit(setup.rules.prefill_mask, size, setup.rules.block_size)
         # Empty at first: the launch that compiles computes nothing.
         self._replay = Replay(self._launch, device)
 
-    def run(self, token_ids: Sequence[int], start: int, pages: list[int]) -> torch.Tensor:
-        """Caches consecutive tokens of one prompt that see ``start`` cached positions.
+    def run(self, prefills: Sequence[Prefill], lengths: Sequence[int]) -> torch.Tensor:
+        """Caches the next positions of some prompts, so many of each.
 
-        Returns the normed hidden state of the last one [E], which the next call overwrites.
+        Returns the normed hidden state of the last one of each [D, E], which the next call overwrites.
         """
-        device, length = self._start_S.device, len(token_ids)
-        self._branches.tokens_SBT[0, 0, :length] = torch.tensor(list(token_ids), device=device)
-        self._start_S.fill_(start)
-        self._length_S.fill_(length)
-        self._page_table_SP[0, : len(pages)] = torch.tensor(pages, device=device)
-        self._rows.hidden_D.fill_(length - 1)
+        slots, _, size = self._branches.tokens_SBT.shape
+        device = self._start_S.device
+        empty = [0] * (slots - len(prefills))
+        starts = [prefill.done for prefill in prefills]
+        self._start_S.copy_(to_device(starts + empty, device))
+        self._length_S.copy_(to_device([*lengths, *empty], device))
+        ends = [place * size + length - 1 for place, length in enumerate(lengths)]
+        self._rows.hidden_D.copy_(to_device(ends + empty, device))
+        for place, (prefill, start, length) in enumerate(zip(prefills, starts, lengths, strict=True)):
+            tokens = list(prefill.prompt_ids[start : start + length])
+            self._branches.tokens_SBT[place, 0, :length] = to_device(tokens, device)
+            self._page_table_SP[place, : len(prefill.pages)] = to_device(prefill.pages, device)
         self._replay()
-        return self._hidden_DE[0]
+        return self._hidden_DE[: len(prefills)]
 
     def _launch(self) -> None:
         ops, branches, forward, model = self._ops, self._branches, self._forward, self._setup.model

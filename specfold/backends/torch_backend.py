@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,8 @@ class _Stats:
 class TorchBackend:
     """Reports every step at once."""
 
+    num_prompts = 1
+
     def __init__(self, setup: RunSetup) -> None:
         model, config, device = setup.model, setup.config, setup.model.device
         watch = setup.watch
@@ -61,8 +64,9 @@ class TorchBackend:
         self._num_output = [0] * setup.batch_size
 
     @torch.inference_mode()
-    def prefill(self, prefill: Prefill) -> None:
-        prefill_chunk(self._context.model, self.pool, prefill, self._context.rules)
+    def prefill(self, prefills: Sequence[Prefill]) -> None:
+        for prefill in prefills:
+            prefill_chunk(self._context.model, self.pool, prefill, self._context.rules)
 
     @torch.inference_mode()
     def open(self, slot: int, row: RowStart) -> RowReport | None:

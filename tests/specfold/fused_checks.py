@@ -87,7 +87,9 @@ def hold_modes_on_gpu(family: str, modes: Modes) -> None:
     for mode, changes in modes:
         config = DecodeConfig(mode=mode, max_new_tokens=30, **changes)  # type: ignore[arg-type]
         want = decode(engine, rows, config, 3)
-        hold(decode(with_backend(engine, "triton"), rows, config, 3), want, (mode, changes))
+        # Eight slots take several prompts in one forward.
+        for batch_size in (3, 8):
+            hold(decode(with_backend(engine, "triton"), rows, config, batch_size), want, (mode, changes))
 
 
 def hold_bits(family: str, cases: Sequence[tuple[dict[str, Any], int]]) -> None:
@@ -119,7 +121,7 @@ def confidences(
     assert isinstance(backend, FusedBackend)
     step, found, waiting = backend.fused_step, {}, list(prompts)
     while waiting or not decoder.idle:
-        while waiting and decoder.has_free_slot:
+        while waiting and decoder.has_room:
             decoder.admit(Request(waiting.pop()))
         decoder.prepare()
         slots = backend.slots

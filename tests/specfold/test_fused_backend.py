@@ -94,7 +94,13 @@ def test_all_lossless_modes_have_the_same_bits(family: str) -> None:
     folding = {"mode": "specfold", "delta": 0.0}
     hold_bits(
         family,
-        [({}, 6), ({"mode": "spiffy", "drafts": 8}, 4), (folding | {"drafts": 3}, 6), (folding | {"drafts": 8}, 1)],
+        [
+            ({}, 6),
+            ({"mode": "spiffy", "drafts": 8}, 4),
+            ({}, 24),
+            (folding | {"drafts": 3}, 6),
+            (folding | {"drafts": 8}, 1),
+        ],
     )
 
 
@@ -125,9 +131,9 @@ def test_rows_wait_for_pages_and_all_come_through() -> None:
     decoder.backend.pool.allocate(decoder.backend.pool.num_pages - 6)
     waiting, got, waited = list(rows), {}, False
     while waiting or not decoder.idle:
-        while waiting and decoder.has_free_slot:
+        while waiting and decoder.has_room:
             assert decoder.admit(waiting.pop(0)) is None
-        waited |= None in decoder.rows and not decoder.has_free_slot
+        waited |= None in decoder.rows and not decoder.has_room
         got |= {completion.row_id: completion for _, completion in decoder.advance()}
     assert waited, "there were pages for all"
     want = decode(engine, rows, config, 4)
