@@ -119,17 +119,18 @@ def fill_slot(slots: SlotState, slot: int, row: RowStart) -> None:
     device = slots.state_ST.device
     first_new = len(prompt) - start
     slots.state_ST[slot, :first_new] = to_device(prompt[start:], device)
-    slots.start_S[slot] = start
-    slots.first_new_S[slot] = first_new
-    slots.prompt_len_S[slot] = len(prompt)
-    slots.limit_S[slot] = row.limit
-    slots.think_S[slot] = row.think
     slots.page_table_SP[slot, : len(row.pages)] = to_device(row.pages, device)
     slots.key_S2[slot] = to_device(row.noise_key, device)
-    slots.sample_S[slot] = row.sample_id
-    slots.temperature_S[slot] = row.temperature
-    slots.top_p_S[slot] = row.top_p
-    slots.top_k_S[slot] = row.top_k
+    # To assign a number to an element would wait for the device.
+    slots.start_S[slot].fill_(start)
+    slots.first_new_S[slot].fill_(first_new)
+    slots.prompt_len_S[slot].fill_(len(prompt))
+    slots.limit_S[slot].fill_(row.limit)
+    slots.think_S[slot].fill_(row.think)
+    slots.sample_S[slot].fill_(row.sample_id)
+    slots.temperature_S[slot].fill_(row.temperature)
+    slots.top_p_S[slot].fill_(row.top_p)
+    slots.top_k_S[slot].fill_(row.top_k)
 
 
 def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:

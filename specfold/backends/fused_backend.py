@@ -86,7 +86,7 @@ class FusedBackend:
 
     @torch.inference_mode()
     def close(self, slot: int) -> CounterCopy:
-        self.slots.active_S[slot] = False
+        self.slots.active_S[slot].fill_(False)
         del self._first_step[slot], self._drawing[slot]
         setup = self._setup
         carried_block = setup.rules.block_size if setup.config.carries else 0

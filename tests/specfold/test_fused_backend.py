@@ -89,6 +89,26 @@ def test_warming_up_leaves_no_trace(family: str) -> None:
 
 
 @on_gpu
+def test_the_host_waits_for_no_more_than_the_step_before() -> None:
+    engine = with_backend(on_device(random_engine("fast_dllm_v2", 2), torch.float32), "triton")
+    config = DecodeConfig(drafts=3, max_new_tokens=40, delta_time=0.1)
+    decoder = Decoder(engine, config, 8)
+    rows = [Request([(5 * i + n) % MASK for i in range(20 + 3 * n)], row_id=n) for n in range(30)]
+    finished, entered = [], 0
+    try:
+        while rows or not decoder.idle:
+            while rows and decoder.has_room:
+                decoder.admit(rows.pop())
+                entered += 1
+            finished += decoder.advance()
+            # Compiled and captured by then. From now on any call that waits for all that is queued raises.
+            torch.cuda.set_sync_debug_mode("error" if entered > 16 else "default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(finished) == 30
+
+
+@on_gpu
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_all_lossless_modes_have_the_same_bits(family: str) -> None:
     folding = {"mode": "specfold", "delta": 0.0}
