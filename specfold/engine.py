@@ -157,8 +157,9 @@ class Engine:
     ) -> Iterator[Completion]:
         """Yields rows as they finish; pulls the next request when one of ``batch_size`` slots is free.
 
-        A None from the iterator means that no request is there at the moment: the engine goes on with the rows it has
-        and asks again. With no row active the iterator may block. ``watch`` looks on (torch backend only).
+        (The triton backend pulls up to seven more, whose prompts it caches together.) A None from the iterator means
+        that no request is there at the moment: the engine goes on with the rows it has and asks again. With no row
+        active the iterator may block. ``watch`` looks on (torch backend only).
         """
         for _, completion in self._run(iter(requests), config or DecodeConfig(), batch_size, watch):
             yield completion
