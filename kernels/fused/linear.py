@@ -38,7 +38,7 @@ def _project_kernel(
     HEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
     COUNTED: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, EVICT: tl.constexpr, ONE_TILE: tl.constexpr, DEPTH: tl.constexpr, THREADS: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of the output and a split; the first ones are active, the rest of the grid does nothing.
 
@@ -64,7 +64,7 @@ def _project_kernel(
         # Nothing but the stores' mask waits for the count.
         run_tile(
             x16, x32, x64, x128, x256, w, p_out, 0, rows, room_m - 1, pid // parallel * BN, pid % parallel, splits,
-            split_k, N, K, part_stride, TALL, BN, BK, GATED, SEQUENTIAL, ROOM, TMA, EVEN_K, EVICT,
+            split_k, N, K, part_stride, TALL, BN, BK, GATED, SEQUENTIAL, ROOM, TMA, EVEN_K, EVICT, SUMS,
         )  # fmt: skip
     else:
         height = TALL
@@ -99,7 +99,7 @@ def _project_kernel(
                 run_tile(
                     x16, x32, x64, x128, x256, w, p_out, o_m, end_m, room_m - 1, column // parallel * BN,
                     column % parallel, in_turn, split_k, N, K, part_stride, HEIGHTS[i], BN, BK, GATED, SEQUENTIAL, ROOM,
-                    TMA, EVEN_K, EVICT,
+                    TMA, EVEN_K, EVICT, SUMS,
                 )  # fmt: skip
 
 
@@ -140,7 +140,8 @@ def project_rows(
         TMA=tiles.tma, EVEN_K=K % tiles.tile_k == 0,
         EVICT="evict_first" if tiles.evict_first else "", ONE_TILE=row_tiles == 1 and len(tiles.heights) == 1,
         DEPTH=prefetch_depth(tiles, columns, min(width, K), gated) if overlap["OVERLAP"] else 0,
-        THREADS=32 * tiles.num_warps, EARLY=reads_early, num_warps=tiles.num_warps, **overlap,
+        THREADS=32 * tiles.num_warps, EARLY=reads_early, SUMS=tiles.sums if sequential else 0,
+        num_warps=tiles.num_warps, **overlap,
     )  # fmt: skip
 
 

@@ -59,6 +59,8 @@ class Plan:
     slots: int = 0
     """Programs that run at a time; the device then picks the height that fills them best. 0: the lowest that will do.
     """
+    sums: int = 1
+    """How sums in turn are taken, for measurements: 0 a loop a slice, 1 one loop, 2 and 3 variants of that."""
 
     @property
     def tall(self) -> int:

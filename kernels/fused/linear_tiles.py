@@ -74,6 +74,53 @@ def _accumulate(
 
 
 @triton.jit
+def _accumulate_in_turn(
+    x0, x1, w, o_m, last_m, o_n, last_n, k_begin, k_end, split_k, K,
+    BM0: tl.constexpr, BM1: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Sums over slices of ``split_k`` from k_begin to k_end, each from zero in ascending order, added in order.
+
+    One loop over all slices: with a loop a slice the first tiles of each would be waited for. Of two pieces each step's
+    products end before the next one's begin: the assembler would else wait for every single instruction.
+    """
+    PIECE1: tl.constexpr = BM1 if BM1 > 0 else BM0
+    acc0 = tl.zeros((BN, BM0), tl.float32)
+    acc1 = tl.zeros((BN, PIECE1), tl.float32)
+    total0 = tl.zeros((BN, BM0), tl.float32)
+    total1 = tl.zeros((BN, PIECE1), tl.float32)
+    tl.assume(k_end > k_begin)
+    slice_end = k_begin + split_k
+    for o_k in tl.range(k_begin, k_end, BK, num_stages=STAGES):
+        if SUMS == 3:  # noqa: SIM102
+            if o_k == slice_end:
+                total0 += acc0
+                acc0 = tl.zeros((BN, BM0), tl.float32)
+                if BM1 > 0:
+                    total1 += acc1
+                    acc1 = tl.zeros((BN, PIECE1), tl.float32)
+                slice_end += split_k
+        b_w = _load_tile(w, o_n, last_n, o_k, K, BN, BK, TMA, EVEN_K, EVICT)  # [BN, BK]
+        b_x0 = _load_tile(x0, o_m, last_m, o_k, K, BM0, BK, TMA, EVEN_K, "")  # [BM0, BK]
+        acc0 = tl.dot(b_w, b_x0.T, acc0, input_precision="ieee")
+        if BM1 > 0:
+            b_x1 = _load_tile(x1, o_m + BM0, last_m, o_k, K, BM1, BK, TMA, EVEN_K, "")  # [BM1, BK]
+            acc1 = tl.dot(b_w, b_x1.T, acc1, input_precision="ieee")
+            if SUMS == 1:
+                # Always so: a use of the sums here is where the products are waited for.
+                acc1 = tl.where(k_end > k_begin, acc1, 0.0)
+        if SUMS < 3:  # noqa: SIM102
+            if o_k + BK == slice_end:
+                total0 += acc0
+                acc0 = tl.zeros((BN, BM0), tl.float32)
+                if BM1 > 0:
+                    total1 += acc1
+                    acc1 = tl.zeros((BN, PIECE1), tl.float32)
+                slice_end += split_k
+    return total0 + acc0, total1 + acc1
+
+
+@triton.jit
 def _store_tile(p_out, b_tile, o_m, end_m, o_n, N, BM: tl.constexpr, BN: tl.constexpr):
     i_m = o_m + tl.arange(0, BM)
     i_n = o_n + tl.arange(0, BN)
@@ -91,7 +138,7 @@ def _silu_mul(b_gate, b_up, dtype: tl.constexpr):
 def run_tile(
     x16, x32, x64, x128, x256, w, p_out, o_m, end_m, last_m, o_n, i_split, in_turn, split_k, N, K, part_stride,
     HEIGHT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
-    ROOM: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+    ROOM: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One tile of HEIGHT rows from row o_m on, of which those before end_m are stored: a split, or several in turn."""
     BM0: tl.constexpr = 256 if HEIGHT >= 256 else 128 if HEIGHT >= 128 else 64 if HEIGHT >= 64 else 32
@@ -101,20 +148,27 @@ def run_tile(
     x0 = _x_of(x16, x32, x64, x128, x256, BM0)
     x1 = _x_of(x16, x32, x64, x128, x256, BM1 if BM1 > 0 else BM0)
     last_n = (2 * N if GATED else N) - 1
-    k_begin = i_split * split_k
-    acc0, acc1, up0, up1 = _accumulate(
-        x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
-        BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
-    )  # fmt: skip
-    if SEQUENTIAL:
-        for i in range(1, in_turn):
-            k_begin = i * split_k
-            part0, part1, _, _ = _accumulate(
-                x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
-                BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
-            )  # fmt: skip
-            acc0 += part0
-            acc1 += part1
+    if SEQUENTIAL and SUMS > 0:
+        k_begin = i_split * split_k
+        acc0, acc1 = _accumulate_in_turn(
+            x0, x1, w, o_m, last_m, o_n, last_n, k_begin, tl.minimum(k_begin + in_turn * split_k, K), split_k, K,
+            BM0, BM1, BN, BK, STAGES, TMA, EVEN_K, EVICT, SUMS,
+        )  # fmt: skip
+    else:
+        k_begin = i_split * split_k
+        acc0, acc1, up0, up1 = _accumulate(
+            x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
+            BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
+        )  # fmt: skip
+        if SEQUENTIAL:
+            for i in range(1, in_turn):
+                k_begin = i * split_k
+                part0, part1, _, _ = _accumulate(
+                    x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
+                    BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
+                )  # fmt: skip
+                acc0 += part0
+                acc1 += part1
     if GATED:
         acc0 = _silu_mul(acc0, up0, p_out.dtype.element_ty)
         acc1 = _silu_mul(acc1, up1, p_out.dtype.element_ty)

@@ -93,14 +93,17 @@ def test_swiglu_matches(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_splits_in_one_program_add_up_to_the_bits_of_their_sum(dtype: torch.dtype) -> None:
-    N, K, R = 96, 640, 70
+@pytest.mark.parametrize("height", [32, 96], ids=["one piece", "two pieces"])
+@pytest.mark.parametrize("K", [768, 640, 600], ids=["equal slices", "narrower last slice", "ends in a tile"])
+def test_splits_in_one_program_add_up_to_the_bits_of_their_sum(dtype: torch.dtype, height: int, K: int) -> None:
+    N, R, splits = 96, 70, 3
+    assert split_width(K, splits) == 256
     x_RK, weight_NK, count_1 = inputs(R, N, K, dtype, R)
-    parts, whole = poisoned(num_splits(N, K, dtype), R, N), poisoned(1, R, N)
-    assert len(parts) > 1
-    for tiles in (ONE_HEIGHT, replace(ONE_HEIGHT, tma=True)):
-        linear.linear_rows(x_RK, weight_NK, count_1, 1, Parts(parts), tiles)
-        linear.linear_rows(x_RK, weight_NK, count_1, 1, Parts(whole), tiles)
+    parts, whole = poisoned(splits, R, N), poisoned(1, R, N)
+    for tma in (False, True):
+        tiles = replace(ONE_HEIGHT, heights=(height,), tma=tma)
+        for out in (parts, whole):
+            linear.project_rows(x_RK, weight_NK, count_1, 1, Parts(out), N, splits, False, tiles)
         in_order = parts[0].clone()
         for part_RN in parts[1:]:
             in_order += part_RN
