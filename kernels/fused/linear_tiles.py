@@ -74,6 +74,16 @@ def _accumulate(
 
 
 @triton.jit
+def _end_slice(acc, total, end_k, slice_end, split_k):
+    """At the end of a slice of the inner width: adds its sums to the total, and begins the next one's from zero."""
+    if end_k == slice_end:
+        total += acc
+        acc = tl.zeros(acc.shape, tl.float32)
+        slice_end += split_k
+    return acc, total, slice_end
+
+
+@triton.jit
 def _accumulate_in_turn(
     x0, x1, w, o_m, last_m, o_n, last_n, k_begin, k_end, split_k, K,
     BM0: tl.constexpr, BM1: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -81,8 +91,7 @@ def _accumulate_in_turn(
 ):  # fmt: skip
     """Sums over slices of ``split_k`` from k_begin to k_end, each from zero in ascending order, added in order.
 
-    One loop over all slices: with a loop a slice the first tiles of each would be waited for. Of two pieces each step's
-    products end before the next one's begin: the assembler would else wait for every single instruction.
+    One loop over all slices: with a loop a slice the first tiles of each would be waited for.
     """
     PIECE1: tl.constexpr = BM1 if BM1 > 0 else BM0
     acc0 = tl.zeros((BN, BM0), tl.float32)
@@ -90,33 +99,26 @@ def _accumulate_in_turn(
     total0 = tl.zeros((BN, BM0), tl.float32)
     total1 = tl.zeros((BN, PIECE1), tl.float32)
     tl.assume(k_end > k_begin)
-    slice_end = k_begin + split_k
+    # Each piece has an end, hence a branch, of its own. With both in one the assembler lets no two products overlap.
+    end0 = k_begin + split_k
+    end1 = k_begin + split_k
     for o_k in tl.range(k_begin, k_end, BK, num_stages=STAGES):
-        if SUMS == 3:  # noqa: SIM102
-            if o_k == slice_end:
-                total0 += acc0
-                acc0 = tl.zeros((BN, BM0), tl.float32)
-                if BM1 > 0:
-                    total1 += acc1
-                    acc1 = tl.zeros((BN, PIECE1), tl.float32)
-                slice_end += split_k
+        if SUMS == 3:
+            acc0, total0, end0 = _end_slice(acc0, total0, o_k, end0, split_k)
+            acc1, total1, end1 = _end_slice(acc1, total1, o_k, end1, split_k)
         b_w = _load_tile(w, o_n, last_n, o_k, K, BN, BK, TMA, EVEN_K, EVICT)  # [BN, BK]
         b_x0 = _load_tile(x0, o_m, last_m, o_k, K, BM0, BK, TMA, EVEN_K, "")  # [BM0, BK]
         acc0 = tl.dot(b_w, b_x0.T, acc0, input_precision="ieee")
         if BM1 > 0:
             b_x1 = _load_tile(x1, o_m + BM0, last_m, o_k, K, BM1, BK, TMA, EVEN_K, "")  # [BM1, BK]
             acc1 = tl.dot(b_w, b_x1.T, acc1, input_precision="ieee")
-            if SUMS == 1:
-                # Always so: a use of the sums here is where the products are waited for.
+            if SUMS == 2:
                 acc1 = tl.where(k_end > k_begin, acc1, 0.0)
-        if SUMS < 3:  # noqa: SIM102
-            if o_k + BK == slice_end:
-                total0 += acc0
-                acc0 = tl.zeros((BN, BM0), tl.float32)
-                if BM1 > 0:
-                    total1 += acc1
-                    acc1 = tl.zeros((BN, PIECE1), tl.float32)
-                slice_end += split_k
+        # Only now: a branch before the products would make each of them wait for its end.
+        if SUMS < 3:
+            acc0, total0, end0 = _end_slice(acc0, total0, o_k + BK, end0, split_k)
+            if BM1 > 0:
+                acc1, total1, end1 = _end_slice(acc1, total1, o_k + BK, end1, split_k)
     return total0 + acc0, total1 + acc1
 
 
