@@ -32,6 +32,14 @@ SIDE_BY_SIDE_ROWS = 640
 PREFETCH = 8 << 20
 """Bytes of weights that a launch asks for before it waits: what memory delivers in about two microseconds, while the
 gate or the attention before still runs. The second-level cache holds 50 MB."""
+SHORT_SLICE = 512
+"""Slices of K up to this width end so often that two programs on a multiprocessor are faster than one of twice the
+size: one multiplies while the other adds its sums up, begins or stores."""
+ONE_COSTS = (44, 57, 90)
+"""Tenths of a nanosecond that a step over k takes on an H200: tiles of 128 weight rows by 64, 128 and 192 rows of x,
+one on each multiprocessor. 96 rows, in two pieces, would take 63: more than 128 in one."""
+PAIR_COSTS = (70, 97)
+"""The same for 64 and 96 rows, two on each multiprocessor."""
 PIECES = (16, 32, 64, 128, 256)
 """Rows of x in one instruction's tile."""
 
@@ -59,12 +67,17 @@ class Plan:
     slots: int = 0
     """Programs that run at a time; the device then picks the height that fills them best. 0: the lowest that will do.
     """
-    sums: int = 1
-    """How sums in turn are taken, for measurements: 0 a loop a slice, 1 one loop, 2 and 3 variants of that."""
+    costs: tuple[int, ...] = ()
+    """What a step over k takes by height where all slots are in use, in any unit. Empty: see ``step_costs``."""
 
     @property
     def tall(self) -> int:
         return self.heights[-1]
+
+    @property
+    def step_costs(self) -> tuple[int, ...]:
+        """Where nothing was measured about as much as the tile's rows, and its weights for 32 more."""
+        return self.costs or tuple(height + 32 for height in self.heights)
 
 
 THIRD, HALF, FULL = 72 * 1024, 108 * 1024, 216 * 1024
@@ -147,7 +160,14 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
         return replace(few, heights=(*heights, 288)) if is_deep else few
     if gated:
         return replace(few, shared=HALF, prefetch=0, slots=2 * NUM_SMS)
-    return Plan((64, 96, 128, 192), tile_n=128, tile_k=64, num_warps=8, shared=FULL, tma=tma, slots=NUM_SMS)
+    return _of_many_rows(tma, splits > 1 and split_width(K, splits) <= SHORT_SLICE)
+
+
+def _of_many_rows(tma: bool, in_pairs: bool) -> Plan:
+    wide = Plan((64, 96), tile_n=128, tile_k=64, num_warps=8, shared=HALF, tma=tma)
+    if in_pairs:
+        return replace(wide, slots=2 * NUM_SMS, costs=PAIR_COSTS)
+    return replace(wide, heights=(64, 128, 192), shared=FULL, slots=NUM_SMS, costs=ONE_COSTS)
 
 
 def prefetch_depth(tiles: Plan, columns: int, width: int, gated: bool) -> int:

@@ -176,6 +176,38 @@ def test_the_number_of_rows_decides_whether_sums_stand_side_by_side(dtype: torch
         assert relative_error(parts.total(slice(count)), reference.total(slice(count))) < 2e-5
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "room", "pairs"),
+    [
+        pytest.param(40, 640, 641, True, id="short slices"),
+        pytest.param(40, 2176, 641, False, id="long slices"),
+        *(pytest.param(1536, 1536, room, True, id=f"o of 1.5B, room {room}", marks=on_gpu) for room in (2048, 10240)),
+        pytest.param(2048, 1536, 2048, True, id="qkv of 1.5B", marks=on_gpu),
+        pytest.param(1536, 8960, 2048, False, id="down of 1.5B", marks=on_gpu),
+        pytest.param(6144, 4096, 2048, False, id="qkv of 8B", marks=on_gpu),
+        pytest.param(4608, 3584, 2048, False, id="qkv of 7B", marks=on_gpu),
+    ],
+)
+def test_counted_sums_of_the_default_plan_have_the_bits_of_sums_in_turn(N: int, K: int, room: int, pairs: bool) -> None:
+    x_RK, weight_NK, _ = inputs(room, N, K, torch.bfloat16, room)
+    tiles, splits = plan(N, K, torch.bfloat16, room), num_splits(N, K, torch.bfloat16)
+    assert tiles.slots == (2 * NUM_SMS if pairs else NUM_SMS)
+    in_turn = poisoned(1, room, N)
+    everything = torch.tensor([room], dtype=torch.int32, device=DEVICE)
+    linear.linear_rows(x_RK, weight_NK, everything, 1, Parts(in_turn), replace(ONE_HEIGHT, tile_k=tiles.tile_k))
+    used = {}
+    for count in sorted({60, SIDE_BY_SIDE_ROWS + 1, room}):
+        count_1 = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+        used_1 = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+        parts = make_parts(poisoned(parts_size(N, K, torch.bfloat16, room)), used_1, N, K, torch.bfloat16, room)
+        linear.linear_rows(x_RK, weight_NK, count_1, 1, parts, tiles)
+        used[count] = int(used_1)
+        assert torch.equal(parts.total(slice(count)), in_turn[0, :count]), count
+        assert parts.values_KRN[used[count] - 1, count:].isnan().all(), count
+    assert used[60] == splits > 1, "so few rows leave most of the chip idle"
+    assert used[SIDE_BY_SIDE_ROWS + 1] == used[room] == 1
+
+
 @pytest.mark.parametrize("rows", [32, PARALLEL_ROWS, PARALLEL_ROWS + 1, 1152, 18432])
 @pytest.mark.parametrize(("N", "K"), REAL_WEIGHTS)
 def test_places_of_partial_sums_lie_in_their_buffer(N: int, K: int, rows: int) -> None:
