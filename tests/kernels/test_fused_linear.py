@@ -131,7 +131,7 @@ def test_no_plan_changes_bits(N: int, K: int) -> None:
     plans += [replace(plans[1], tile_k=128, heights=(64, 128)), replace(plans[1], num_warps=4, heights=(32, 160))]
     sums = replace(plans[1], num_warps=4, shared=HALF, heights=(48, 80, 144))
     plans += [sums, replace(sums, prefetch=1 << 20)]
-    plans += [plan(N, K, torch.bfloat16, rows) for rows in (32, 300, 4000)]
+    plans += [plan(N, K, torch.bfloat16, rows, gated=gated) for rows in (32, 300, 4000) for gated in (False, True)]
     want = run_both(x_RK, weight_NK, plans[0])
     for tiles in plans:
         for R in (1, 31, 32, 64, 90, 130, 170, 256, 270, 300, 700):
@@ -206,6 +206,19 @@ def test_counted_sums_of_the_default_plan_have_the_bits_of_sums_in_turn(N: int, 
         assert parts.values_KRN[used[count] - 1, count:].isnan().all(), count
     assert used[60] == splits > 1, "so few rows leave most of the chip idle"
     assert used[SIDE_BY_SIDE_ROWS + 1] == used[room] == 1
+
+
+@pytest.mark.parametrize(("E", "per_multiprocessor"), [(72, 2), (2120, 1)], ids=["pairs", "alone"])
+def test_the_gated_default_plan_of_many_rows_has_the_bits_of_one_height(E: int, per_multiprocessor: int) -> None:
+    R, I = PARALLEL_ROWS + 1, 40  # noqa: E741
+    x_RE, gate_up_2IE, count_1 = inputs(R, 2 * I, E, torch.bfloat16, R - 40)
+    tiles = plan(I, E, torch.bfloat16, R, gated=True)
+    assert tiles.slots == per_multiprocessor * NUM_SMS
+    got, want = poisoned(R, I, dtype=torch.bfloat16), poisoned(R, I, dtype=torch.bfloat16)
+    linear.swiglu_rows(x_RE, gate_up_2IE, count_1, 1, got)
+    linear.swiglu_rows(x_RE, gate_up_2IE, count_1, 1, want, replace(ONE_HEIGHT, tile_k=tiles.tile_k))
+    assert torch.equal(got[: R - 40], want[: R - 40])
+    assert got[R - 40 :].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [32, PARALLEL_ROWS, PARALLEL_ROWS + 1, 1152, 18432])
