@@ -38,7 +38,7 @@ def _project_kernel(
     HEIGHTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, SEQUENTIAL: tl.constexpr,
     COUNTED: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, EVICT: tl.constexpr, ONE_TILE: tl.constexpr, DEPTH: tl.constexpr, THREADS: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr, COSTS: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of the output and a split; the first ones are active, the rest of the grid does nothing.
 
@@ -69,8 +69,14 @@ def _project_kernel(
     else:
         height = TALL
         if SLOTS > 0:
+            # Whatever the cut is: programs without a tile come in waves too.
+            most = tl.cdiv(rows, HEIGHTS[0]) * columns
+            if COUNTED:
+                most *= tl.where(rows <= side_by_side_rows, splits, 1)
+            if (pid >= most) & (pid > 0):
+                return
             height, chosen = best_cut(
-                rows, tl.cdiv(N, BN), splits, side_by_side_rows, HEIGHTS, SLOTS, SEQUENTIAL, COUNTED
+                rows, tl.cdiv(N, BN), K, splits, split_k, side_by_side_rows, HEIGHTS, COSTS, SLOTS, COUNTED
             )
             if COUNTED:
                 parallel = chosen
@@ -115,6 +121,7 @@ def project_rows(
     room, K = x_RK.shape
     counted = out.used_1 is not None
     assert tiles.slots or not counted, "who counts the sums also picks the tiles' height"
+    assert len(tiles.step_costs) == len(tiles.heights)
     sequential = counted or (splits > 1 and len(out.values_KRN) == 1)
     x_by_rows: list[object] = [x_RK] * len(PIECES)
     w: object = weight
@@ -127,7 +134,9 @@ def project_rows(
     row_tiles, columns = triton.cdiv(room, tiles.tall), triton.cdiv(N, tiles.tile_n) * (1 if sequential else splits)
     programs = row_tiles * columns
     if tiles.slots:
-        most = triton.cdiv(room, tiles.heights[0]) * columns * (splits if counted else 1)
+        most = triton.cdiv(room, tiles.heights[0]) * columns
+        if counted:
+            most = max(most, triton.cdiv(min(room, out.stride), tiles.heights[0]) * columns * splits)
         programs = max(programs, min(most, MOST_WAVES * tiles.slots))
     width, overlap = split_width(K, splits), overlapped(x_RK)
     # Output and down projections: the kernel before does not write their count. Of the others it does.
@@ -140,7 +149,7 @@ def project_rows(
         TMA=tiles.tma, EVEN_K=K % tiles.tile_k == 0,
         EVICT="evict_first" if tiles.evict_first else "", ONE_TILE=row_tiles == 1 and len(tiles.heights) == 1,
         DEPTH=prefetch_depth(tiles, columns, min(width, K), gated) if overlap["OVERLAP"] else 0,
-        THREADS=32 * tiles.num_warps, EARLY=reads_early, num_warps=tiles.num_warps, **overlap,
+        THREADS=32 * tiles.num_warps, EARLY=reads_early, COSTS=tiles.step_costs, num_warps=tiles.num_warps, **overlap,
     )  # fmt: skip
 
 

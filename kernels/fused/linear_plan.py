@@ -32,6 +32,20 @@ SIDE_BY_SIDE_ROWS = 640
 PREFETCH = 8 << 20
 """Bytes of weights that a launch asks for before it waits: what memory delivers in about two microseconds, while the
 gate or the attention before still runs. The second-level cache holds 50 MB."""
+SHORT_SLICE = 512
+"""Slices of K up to this width, if several, end so often that two programs on a multiprocessor are faster than one of
+twice the size: one multiplies while the other adds its sums up, begins or stores."""
+SHORT_GATED = 2048
+"""The same for the inner width of gate and up: at 1536 two are up to 6% faster, at 4096 up to 12% slower."""
+COSTS = (44, 57, 90)
+"""Tenths of a nanosecond that a step over k takes on an H200: tiles of 128 weight rows by 64, 128, 192 rows of x, one
+on each multiprocessor. 96 rows, in two pieces, would take 63: more than 128 in one."""
+PAIR_COSTS = (70, 97)
+"""The same for 64 and 96 rows, two on each multiprocessor."""
+GATED_COSTS = (71, 108)
+"""Gate and up, 128 rows of each by 64 and 128 rows of x. 192 would take 164, hence more a row, and all registers."""
+GATED_PAIR_COSTS = (64, 95, 124)
+"""Gate and up, 64 rows of each by 64, 128 and 160 rows, two on each multiprocessor. 96 would take 89, 144 would 110."""
 PIECES = (16, 32, 64, 128, 256)
 """Rows of x in one instruction's tile."""
 
@@ -59,10 +73,17 @@ class Plan:
     slots: int = 0
     """Programs that run at a time; the device then picks the height that fills them best. 0: the lowest that will do.
     """
+    costs: tuple[int, ...] = ()
+    """What a step over k takes by height where all slots are in use, in any unit. Empty: see ``step_costs``."""
 
     @property
     def tall(self) -> int:
         return self.heights[-1]
+
+    @property
+    def step_costs(self) -> tuple[int, ...]:
+        """Where nothing was measured about as much as the tile's rows, and its weights for 32 more."""
+        return self.costs or tuple(height + 32 for height in self.heights)
 
 
 THIRD, HALF, FULL = 72 * 1024, 108 * 1024, 216 * 1024
@@ -143,9 +164,21 @@ def plan(N: int, K: int, dtype: torch.dtype, max_rows: int, *, gated: bool = Fal
         if has_rest:
             return replace(few, shared=FULL)
         return replace(few, heights=(*heights, 288)) if is_deep else few
+    in_pairs = K <= SHORT_GATED if gated else splits > 1 and split_width(K, splits) <= SHORT_SLICE
+    return _of_many_rows(gated, tma, in_pairs)
+
+
+def _of_many_rows(gated: bool, tma: bool, in_pairs: bool) -> Plan:
+    """Tiles whose heights the number of rows decides; ``in_pairs``: two programs reside on a multiprocessor."""
+    alone = Plan((64, 128), tile_n=128, tile_k=64, num_warps=8, shared=FULL, tma=tma, slots=NUM_SMS)
+    paired = replace(alone, shared=HALF, slots=2 * NUM_SMS)
+    if gated and in_pairs:
+        return replace(paired, heights=(64, 128, 160), tile_n=64, num_warps=4, costs=GATED_PAIR_COSTS)
     if gated:
-        return replace(few, shared=HALF, prefetch=0, slots=2 * NUM_SMS)
-    return Plan((64, 96, 128, 192), tile_n=128, tile_k=64, num_warps=8, shared=FULL, tma=tma, slots=NUM_SMS)
+        return replace(alone, costs=GATED_COSTS)
+    if in_pairs:
+        return replace(paired, heights=(64, 96), costs=PAIR_COSTS)
+    return replace(alone, heights=(64, 128, 192), costs=COSTS)
 
 
 def prefetch_depth(tiles: Plan, columns: int, width: int, gated: bool) -> int:

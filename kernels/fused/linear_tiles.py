@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-EXTRA_ROWS = tl.constexpr(32)
+START = tl.constexpr(512)
+"""Inner width that takes as long as a program's beginning and end."""
 
 
 @triton.jit
@@ -74,6 +75,49 @@ def _accumulate(
 
 
 @triton.jit
+def _end_slice(acc, total, end_k, slice_end, split_k):
+    """At the end of a slice of the inner width: adds its sums to the total, and begins the next one's from zero."""
+    if end_k == slice_end:
+        total += acc
+        acc = tl.zeros(acc.shape, tl.float32)
+        slice_end += split_k
+    return acc, total, slice_end
+
+
+@triton.jit
+def _accumulate_in_turn(
+    x0, x1, w, o_m, last_m, o_n, last_n, k_begin, k_end, split_k, K,
+    BM0: tl.constexpr, BM1: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Sums over slices of ``split_k`` from k_begin to k_end, each from zero in ascending order, added in order.
+
+    One loop over all slices: with a loop a slice the first tiles of each would be waited for.
+    """
+    PIECE1: tl.constexpr = BM1 if BM1 > 0 else BM0
+    acc0 = tl.zeros((BN, BM0), tl.float32)
+    acc1 = tl.zeros((BN, PIECE1), tl.float32)
+    total0 = tl.zeros((BN, BM0), tl.float32)
+    total1 = tl.zeros((BN, PIECE1), tl.float32)
+    tl.assume(k_end > k_begin)
+    # Each piece has an end, hence a branch, of its own. With both in one the assembler lets no two products overlap.
+    end0 = k_begin + split_k
+    end1 = k_begin + split_k
+    for o_k in tl.range(k_begin, k_end, BK, num_stages=STAGES):
+        b_w = _load_tile(w, o_n, last_n, o_k, K, BN, BK, TMA, EVEN_K, EVICT)  # [BN, BK]
+        b_x0 = _load_tile(x0, o_m, last_m, o_k, K, BM0, BK, TMA, EVEN_K, "")  # [BM0, BK]
+        acc0 = tl.dot(b_w, b_x0.T, acc0, input_precision="ieee")
+        if BM1 > 0:
+            b_x1 = _load_tile(x1, o_m + BM0, last_m, o_k, K, BM1, BK, TMA, EVEN_K, "")  # [BM1, BK]
+            acc1 = tl.dot(b_w, b_x1.T, acc1, input_precision="ieee")
+        # Only now: a branch before the products would make each of them wait for its end.
+        acc0, total0, end0 = _end_slice(acc0, total0, o_k + BK, end0, split_k)
+        if BM1 > 0:
+            acc1, total1, end1 = _end_slice(acc1, total1, o_k + BK, end1, split_k)
+    return total0 + acc0, total1 + acc1
+
+
+@triton.jit
 def _store_tile(p_out, b_tile, o_m, end_m, o_n, N, BM: tl.constexpr, BN: tl.constexpr):
     i_m = o_m + tl.arange(0, BM)
     i_n = o_n + tl.arange(0, BN)
@@ -102,19 +146,16 @@ def run_tile(
     x1 = _x_of(x16, x32, x64, x128, x256, BM1 if BM1 > 0 else BM0)
     last_n = (2 * N if GATED else N) - 1
     k_begin = i_split * split_k
-    acc0, acc1, up0, up1 = _accumulate(
-        x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
-        BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
-    )  # fmt: skip
     if SEQUENTIAL:
-        for i in range(1, in_turn):
-            k_begin = i * split_k
-            part0, part1, _, _ = _accumulate(
-                x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
-                BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
-            )  # fmt: skip
-            acc0 += part0
-            acc1 += part1
+        acc0, acc1 = _accumulate_in_turn(
+            x0, x1, w, o_m, last_m, o_n, last_n, k_begin, tl.minimum(k_begin + in_turn * split_k, K), split_k, K,
+            BM0, BM1, BN, BK, STAGES, TMA, EVEN_K, EVICT,
+        )  # fmt: skip
+    else:
+        acc0, acc1, up0, up1 = _accumulate(
+            x0, x1, w, o_m, last_m, o_n, N + o_n, last_n, k_begin, tl.minimum(k_begin + split_k, K), K,
+            BM0, BM1, BN, BK, GATED, STAGES, TMA, EVEN_K, EVICT,
+        )  # fmt: skip
     if GATED:
         acc0 = _silu_mul(acc0, up0, p_out.dtype.element_ty)
         acc1 = _silu_mul(acc1, up1, p_out.dtype.element_ty)
@@ -126,25 +167,26 @@ def run_tile(
 
 @triton.jit
 def best_cut(
-    rows, columns, splits, side_by_side_rows,
-    HEIGHTS: tl.constexpr, SLOTS: tl.constexpr, SEQUENTIAL: tl.constexpr, COUNTED: tl.constexpr,
+    rows, columns, K, splits, split_k, side_by_side_rows,
+    HEIGHTS: tl.constexpr, COSTS: tl.constexpr, SLOTS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Height of the row tiles and number of parallel splits that end soonest, ``columns`` tiles of the weight wide.
 
-    Programs run in waves of SLOTS. A step over k costs about as much as the tile's rows and its weights, which are
-    worth EXTRA_ROWS. Partial sums side by side are written and read once more each.
+    Programs run in waves of SLOTS; a step over k of tiles of HEIGHTS[i] rows takes COSTS[i]. Partial sums side by side
+    are read once more each, which is taken for an eighth of their time.
     """
     TALL: tl.constexpr = HEIGHTS[len(HEIGHTS) - 1]
     height, parallel = TALL, 1
-    best = tl.cdiv(tl.cdiv(rows, TALL) * columns, SLOTS) * (TALL + EXTRA_ROWS) * splits * 8
+    best = tl.cdiv(tl.cdiv(rows, TALL) * columns, SLOTS) * COSTS[len(COSTS) - 1] * (K + START)
     for i in tl.static_range(len(HEIGHTS)):
         tiles = tl.cdiv(rows, HEIGHTS[i]) * columns
-        cost = tl.cdiv(tiles, SLOTS) * (HEIGHTS[i] + EXTRA_ROWS) * splits * 8
+        cost = tl.cdiv(tiles, SLOTS) * COSTS[i] * (K + START)
         better = (cost < best) & (tiles <= tl.num_programs(0))
         best, height = tl.where(better, cost, best), tl.where(better, HEIGHTS[i], height)
         parallel = tl.where(better, 1, parallel)
         if COUNTED:
-            cost = tl.cdiv(tiles * splits, SLOTS) * (HEIGHTS[i] + EXTRA_ROWS) * 9
+            cost = tl.cdiv(tiles * splits, SLOTS) * COSTS[i] * (split_k + START)
+            cost += cost // 8
             better = (cost < best) & (tiles * splits <= tl.num_programs(0)) & (rows <= side_by_side_rows)
             best, height = tl.where(better, cost, best), tl.where(better, HEIGHTS[i], height)
             parallel = tl.where(better, splits, parallel)

@@ -93,14 +93,17 @@ def test_swiglu_matches(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_splits_in_one_program_add_up_to_the_bits_of_their_sum(dtype: torch.dtype) -> None:
-    N, K, R = 96, 640, 70
+@pytest.mark.parametrize("height", [32, 96], ids=["one piece", "two pieces"])
+@pytest.mark.parametrize("K", [768, 640, 600], ids=["equal slices", "narrower last slice", "ends in a tile"])
+def test_splits_in_one_program_add_up_to_the_bits_of_their_sum(dtype: torch.dtype, height: int, K: int) -> None:
+    N, R, splits = 96, 70, 3
+    assert split_width(K, splits) == 256
     x_RK, weight_NK, count_1 = inputs(R, N, K, dtype, R)
-    parts, whole = poisoned(num_splits(N, K, dtype), R, N), poisoned(1, R, N)
-    assert len(parts) > 1
-    for tiles in (ONE_HEIGHT, replace(ONE_HEIGHT, tma=True)):
-        linear.linear_rows(x_RK, weight_NK, count_1, 1, Parts(parts), tiles)
-        linear.linear_rows(x_RK, weight_NK, count_1, 1, Parts(whole), tiles)
+    parts, whole = poisoned(splits, R, N), poisoned(1, R, N)
+    for tma in (False, True):
+        tiles = replace(ONE_HEIGHT, heights=(height,), tma=tma)
+        for out in (parts, whole):
+            linear.project_rows(x_RK, weight_NK, count_1, 1, Parts(out), N, splits, False, tiles)
         in_order = parts[0].clone()
         for part_RN in parts[1:]:
             in_order += part_RN
@@ -128,7 +131,7 @@ def test_no_plan_changes_bits(N: int, K: int) -> None:
     plans += [replace(plans[1], tile_k=128, heights=(64, 128)), replace(plans[1], num_warps=4, heights=(32, 160))]
     sums = replace(plans[1], num_warps=4, shared=HALF, heights=(48, 80, 144))
     plans += [sums, replace(sums, prefetch=1 << 20)]
-    plans += [plan(N, K, torch.bfloat16, rows) for rows in (32, 300, 4000)]
+    plans += [plan(N, K, torch.bfloat16, rows, gated=gated) for rows in (32, 300, 4000) for gated in (False, True)]
     want = run_both(x_RK, weight_NK, plans[0])
     for tiles in plans:
         for R in (1, 31, 32, 64, 90, 130, 170, 256, 270, 300, 700):
@@ -171,6 +174,51 @@ def test_the_number_of_rows_decides_whether_sums_stand_side_by_side(dtype: torch
         linear.linear_rows_reference(x_RK, weight_NK, count_1, 1, reference)
         assert int(reference.used_1) == 1
         assert relative_error(parts.total(slice(count)), reference.total(slice(count))) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "room", "pairs"),
+    [
+        pytest.param(40, 640, 641, True, id="short slices"),
+        pytest.param(40, 2176, 641, False, id="long slices"),
+        *(pytest.param(1536, 1536, room, True, id=f"o of 1.5B, room {room}", marks=on_gpu) for room in (2048, 10240)),
+        pytest.param(2048, 1536, 2048, True, id="qkv of 1.5B", marks=on_gpu),
+        pytest.param(1536, 8960, 2048, False, id="down of 1.5B", marks=on_gpu),
+        pytest.param(6144, 4096, 2048, False, id="qkv of 8B", marks=on_gpu),
+        pytest.param(4608, 3584, 2048, False, id="qkv of 7B", marks=on_gpu),
+    ],
+)
+def test_counted_sums_of_the_default_plan_have_the_bits_of_sums_in_turn(N: int, K: int, room: int, pairs: bool) -> None:
+    x_RK, weight_NK, _ = inputs(room, N, K, torch.bfloat16, room)
+    tiles, splits = plan(N, K, torch.bfloat16, room), num_splits(N, K, torch.bfloat16)
+    assert tiles.slots == (2 * NUM_SMS if pairs else NUM_SMS)
+    in_turn = poisoned(1, room, N)
+    everything = torch.tensor([room], dtype=torch.int32, device=DEVICE)
+    linear.linear_rows(x_RK, weight_NK, everything, 1, Parts(in_turn), replace(ONE_HEIGHT, tile_k=tiles.tile_k))
+    used = {}
+    for count in sorted({60, SIDE_BY_SIDE_ROWS + 1, room}):
+        count_1 = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+        used_1 = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+        parts = make_parts(poisoned(parts_size(N, K, torch.bfloat16, room)), used_1, N, K, torch.bfloat16, room)
+        linear.linear_rows(x_RK, weight_NK, count_1, 1, parts, tiles)
+        used[count] = int(used_1)
+        assert torch.equal(parts.total(slice(count)), in_turn[0, :count]), count
+        assert parts.values_KRN[used[count] - 1, count:].isnan().all(), count
+    assert used[60] == splits > 1, "so few rows leave most of the chip idle"
+    assert used[SIDE_BY_SIDE_ROWS + 1] == used[room] == 1
+
+
+@pytest.mark.parametrize(("E", "per_multiprocessor"), [(72, 2), (2120, 1)], ids=["pairs", "alone"])
+def test_the_gated_default_plan_of_many_rows_has_the_bits_of_one_height(E: int, per_multiprocessor: int) -> None:
+    R, I = PARALLEL_ROWS + 1, 40  # noqa: E741
+    x_RE, gate_up_2IE, count_1 = inputs(R, 2 * I, E, torch.bfloat16, R - 40)
+    tiles = plan(I, E, torch.bfloat16, R, gated=True)
+    assert tiles.slots == per_multiprocessor * NUM_SMS
+    got, want = poisoned(R, I, dtype=torch.bfloat16), poisoned(R, I, dtype=torch.bfloat16)
+    linear.swiglu_rows(x_RE, gate_up_2IE, count_1, 1, got)
+    linear.swiglu_rows(x_RE, gate_up_2IE, count_1, 1, want, replace(ONE_HEIGHT, tile_k=tiles.tile_k))
+    assert torch.equal(got[: R - 40], want[: R - 40])
+    assert got[R - 40 :].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [32, PARALLEL_ROWS, PARALLEL_ROWS + 1, 1152, 18432])
