@@ -40,15 +40,19 @@ def cached(engine: Engine, batch_size: int, lengths: Sequence[int]) -> list[tupl
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize(("backend", "lengths"), [("reference", (40, 290, 65, 17, 400, 33)), ("triton", (11, 16, 21))])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_prompt_is_cached_alone_or_among_others_in_the_same_bits(
-    family: str, backend: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = random_engine(family, 3)
+    lengths: tuple[int, ...] = (40, 290, 65, 17, 400, 33)
     if DEVICE == "cuda":
+        if backend == "reference":
+            pytest.skip("a CUDA graph cannot hold what waits for the device")
         engine = on_device(engine, torch.bfloat16)
     elif backend == "triton":
         # Full chunks take the interpreter half a minute.
+        lengths = (11, 16, 21)
         for module in ("specfold.backends.fused_prefill", "specfold.prefill"):
             monkeypatch.setattr(f"{module}.CHUNK", 16)
     engine = with_backend(engine, backend)
