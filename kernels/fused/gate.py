@@ -18,6 +18,10 @@ from kernels.norm import rms_norm
 MAX_REGISTERS: int | None = 80
 """A thread's where there are several branches and rows are wide: three programs of 256 threads fit on a multiprocessor,
 and so all positions of nine branches at once."""
+RESIDENT_WARPS = 132 * 24
+"""Of programs that fit on the GPU at once. With more positions than that, so many programs walk over them, and each
+looks up a position while the rows of the one before are on their way."""
+ALONE_REGISTERS: int | None = None
 MAX_EAGER = 320
 """Up to this room positions are read before it is known whether they are there: few are not."""
 
@@ -71,8 +75,10 @@ def gate_rows(
     stored = addend.stored_XE if addend else None
     assert stored is None or (added is not None and parts is not None and parts.values_KRN.shape[1] == num_positions)
     config = row_config(width)
+    resident = RESIDENT_WARPS // config["num_warps"]
+    ahead = num_positions > resident and length_S is None and not skips
     # Where a tensor is not needed another one stands in for it.
-    gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
+    gate_kernel[(min(num_positions, resident if ahead else MAX_PROGRAMS),)](
         source_XE,
         source_XE if parts is None else parts.values_KRN,
         out.count_1 if parts is None or parts.used_1 is None else parts.used_1,
@@ -121,12 +127,18 @@ def gate_rows(
         STORED=stored is not None,
         ONE_SLOT=num_slots == 1,
         ONE_BRANCH=num_branches == 1,
-        EAGER=not by_token and num_positions <= MAX_EAGER,
+        EAGER=not by_token and num_positions <= MAX_EAGER and not ahead,
+        AHEAD=ahead,
         **early(source_XE),
         **config,
-        **({"maxnreg": MAX_REGISTERS} if MAX_REGISTERS and num_branches > 1 and config["num_warps"] >= 8 else {}),
+        **_registers(num_branches, ahead, config["num_warps"]),
         **overlapped(source_XE),
     )
+
+
+def _registers(num_branches: int, ahead: bool, num_warps: int) -> dict[str, int]:
+    limit = MAX_REGISTERS if num_branches > 1 else ALONE_REGISTERS if ahead else None
+    return {"maxnreg": limit} if limit and num_warps >= 8 else {}
 
 
 def gate_rows_reference(
