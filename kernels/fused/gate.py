@@ -22,6 +22,7 @@ RESIDENT_WARPS = 132 * 24
 """Of programs that fit on the GPU at once. With more positions than that, so many programs walk over them, and each
 looks up a position while the rows of the one before are on their way."""
 ALONE_REGISTERS: int | None = None
+ASKS = False
 MAX_EAGER = 320
 """Up to this room positions are read before it is known whether they are there: few are not."""
 
@@ -129,6 +130,8 @@ def gate_rows(
         ONE_BRANCH=num_branches == 1,
         EAGER=not by_token and num_positions <= MAX_EAGER and not ahead,
         AHEAD=ahead,
+        ASKS=ASKS and ahead and source_XE.is_cuda,
+        THREADS=32 * config["num_warps"],
         **early(source_XE),
         **config,
         **_registers(num_branches, ahead, config["num_warps"]),

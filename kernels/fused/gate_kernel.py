@@ -11,6 +11,7 @@ import triton.language as tl
 from kernels.fused.launch import wait_for_inputs
 from kernels.fused.layout import DENOISE
 from kernels.fused.placement import place_row
+from kernels.fused.prefetch import prefetch_row
 from kernels.fused.residual import add_rows, added_row, rms_norm_row, source_row, stored_row, summed_row
 
 _DENOISE = tl.constexpr(DENOISE)
@@ -70,6 +71,8 @@ def gate_kernel(
     EARLY: tl.constexpr,
     BE: tl.constexpr,
     AHEAD: tl.constexpr,
+    ASKS: tl.constexpr,
+    THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # Without folding every position keeps its place: its row has its number.
@@ -210,6 +213,18 @@ def gate_kernel(
             elif TIME:
                 fold = fold | in_time if DRAFTS else in_time
             tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)
+            if ASKS:
+                if i_p + step < end:
+                    if not BY_TOKEN:
+                        prefetch_row(p_source + tl.cast(i_p + step, tl.int64) * E, E, THREADS)
+                    if K > 0:
+                        i_row = tl.cast(own[3], tl.int64)
+                        p_part = p_parts + i_row * E
+                        if STORED:
+                            p_part = tl.where(
+                                i_row < num_positions, p_part, p_stored + (i_row - num_positions) * E
+                            )
+                        prefetch_row(p_part, E, THREADS)
             if not fold:
                 i_row = place_row(
                     p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_now_slot, i_now_branch,
