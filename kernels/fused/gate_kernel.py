@@ -1,5 +1,8 @@
 """The kernel of ``kernels.fused.gate``: one program a list position brings its stream up to date, gates and norms it.
 
+Where there are more positions than programs that fit at once (AHEAD), a program walks over several. What it must know of
+a position lies at the end of a chain of loads, so it is looked up while the rows of the position before are on their way.
+
 p list positions, S slots, B branches, T block positions, E hidden width, K partial sums.
 """
 
@@ -8,11 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.fused.gate_lookup import listed, look_above, look_up
 from kernels.fused.launch import wait_for_inputs
 from kernels.fused.layout import DENOISE
 from kernels.fused.placement import place_row
 from kernels.fused.prefetch import prefetch_row
-from kernels.fused.residual import add_rows, added_row, rms_norm_row, source_row, stored_row, summed_row
+from kernels.fused.residual import add_rows, added_row, rms_norm_row, stored_row, summed_row
 
 _DENOISE = tl.constexpr(DENOISE)
 
@@ -91,14 +95,14 @@ def gate_kernel(
     used = K
     if AHEAD:
         end = num_live * T
-        i_slot, i_branch = _listed(p_slot, p_branch, i_first, end, T, ONE_SLOT, ONE_BRANCH, CACHE)
-        i_next_slot, i_next_branch = _listed(p_slot, p_branch, i_first + step, end, T, ONE_SLOT, ONE_BRANCH, CACHE)
-        own = _look_up(
+        i_slot, i_branch = listed(p_slot, p_branch, i_first, end, T, ONE_SLOT, ONE_BRANCH, CACHE)
+        i_next_slot, i_next_branch = listed(p_slot, p_branch, i_first + step, end, T, ONE_SLOT, ONE_BRANCH, CACHE)
+        own = look_up(
             p_added_keep, p_added_row, p_kind, p_ancestors, p_inherit_keep, p_valid, i_first, i_slot, i_branch,
             num_branches, T, MAPPED, INHERITS, TESTS, DRAFTS, TIME, ONE_BRANCH, CACHE,
         )  # fmt: skip
         if TESTS and DRAFTS:
-            above = _look_above(
+            above = look_above(
                 p_added_keep, p_added_row, p_index, p_parent, i_first, i_slot, i_branch, own[2], num_branches, T,
                 MAPPED, CACHE,
             )  # fmt: skip
@@ -135,7 +139,7 @@ def gate_kernel(
         if live:
             i_table = (i_slot * num_branches + i_branch) * T + i_t
             if not AHEAD:
-                own = _look_up(
+                own = look_up(
                     p_added_keep, p_added_row, p_kind, p_ancestors, p_inherit_keep, p_valid, i_p, i_slot, i_branch,
                     num_branches, T, MAPPED, INHERITS, TESTS, DRAFTS, TIME, ONE_BRANCH, CACHE,
                 )  # fmt: skip
@@ -153,7 +157,7 @@ def gate_kernel(
             elif TESTS:
                 # Masked and not branched over: the parent's row is on its way together with the branch's own.
                 if not AHEAD:
-                    above = _look_above(
+                    above = look_above(
                         p_added_keep, p_added_row, p_index, p_parent, i_p, i_slot, i_branch, i_ancestors, num_branches,
                         T, MAPPED, CACHE,
                     )  # fmt: skip
@@ -183,15 +187,15 @@ def gate_kernel(
             if AHEAD:
                 # While this position's rows are on their way.
                 i_now_slot, i_now_branch, i_slot, i_branch = i_slot, i_branch, i_next_slot, i_next_branch
-                i_next_slot, i_next_branch = _listed(
+                i_next_slot, i_next_branch = listed(
                     p_slot, p_branch, i_p + 2 * step, end, T, ONE_SLOT, ONE_BRANCH, CACHE
                 )
-                own = _look_up(
+                own = look_up(
                     p_added_keep, p_added_row, p_kind, p_ancestors, p_inherit_keep, p_valid, i_p + step, i_slot,
                     i_branch, num_branches, T, MAPPED, INHERITS, TESTS, DRAFTS, TIME, ONE_BRANCH, CACHE,
                 )  # fmt: skip
                 if TESTS and DRAFTS:
-                    above = _look_above(
+                    above = look_above(
                         p_added_keep, p_added_row, p_index, p_parent, i_p + step, i_slot, i_branch, own[2],
                         num_branches, T, MAPPED, CACHE,
                     )  # fmt: skip
@@ -221,14 +225,12 @@ def gate_kernel(
                         i_row = tl.cast(own[3], tl.int64)
                         p_part = p_parts + i_row * E
                         if STORED:
-                            p_part = tl.where(
-                                i_row < num_positions, p_part, p_stored + (i_row - num_positions) * E
-                            )
+                            p_part = tl.where(i_row < num_positions, p_part, p_stored + (i_row - num_positions) * E)
                         prefetch_row(p_part, E, THREADS)
             if not fold:
                 i_row = place_row(
-                    p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_now_slot, i_now_branch,
-                    i_t, num_live, num_branches, num_slot_rows, T, IN_PLACE, ONE_SLOT,
+                    p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_now_slot,
+                    i_now_branch, i_t, num_live, num_branches, num_slot_rows, T, IN_PLACE, ONE_SLOT,
                 )  # fmt: skip
                 if not ONE_BRANCH:
                     b_weight = tl.load(p_weight + o_e, mask=m_e, other=0.0)  # [BE]
@@ -238,70 +240,6 @@ def gate_kernel(
                 tl.store(p_row + i_table, num_positions + i_now_slot * T + i_t)
     if EARLY and (not AHEAD):
         wait_for_inputs(OVERLAP)  # For programs without a position: that this kernel ended must tell as much as ever.
-
-
-@triton.jit
-def _listed(
-    p_slot, p_branch, i_p, end, T: tl.constexpr, ONE_SLOT: tl.constexpr, ONE_BRANCH: tl.constexpr, CACHE: tl.constexpr
-):  # fmt: skip
-    """Slot and branch of a list position; 0, of which everything can be looked up, beyond the end."""
-    i_slot, i_branch = 0, 0
-    if not ONE_SLOT:
-        i_slot = tl.load(p_slot + i_p // T, mask=i_p < end, other=0, cache_modifier=CACHE)
-    if not ONE_BRANCH:
-        i_branch = tl.load(p_branch + i_p // T, mask=i_p < end, other=0, cache_modifier=CACHE)
-    return i_slot, i_branch
-
-
-@triton.jit
-def _look_up(
-    p_added_keep, p_added_row, p_kind, p_ancestors, p_inherit_keep, p_valid, i_p, i_slot, i_branch, num_branches,
-    T: tl.constexpr, MAPPED: tl.constexpr, INHERITS: tl.constexpr, TESTS: tl.constexpr, DRAFTS: tl.constexpr,
-    TIME: tl.constexpr, ONE_BRANCH: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """Whether a position may fold on its parent, or in time, its ancestors, and the row of what is added to it."""
-    i_t = i_p % T
-    i_table = (i_slot * num_branches + i_branch) * T + i_t
-    i_ancestors = tl.full([], 1, tl.int64)
-    if not ONE_BRANCH:
-        i_ancestors = tl.load(p_ancestors + i_branch)
-    i_part = i_p
-    if MAPPED:
-        if ONE_BRANCH:
-            i_part = tl.load(p_added_row + i_table, cache_modifier=CACHE)
-        else:
-            i_part = source_row(p_added_keep, p_added_row, i_ancestors, i_slot, i_t, num_branches, T, CACHE)
-    fold, in_time = False, False
-    if INHERITS or TESTS:
-        denoises = tl.load(p_kind + i_table // T, cache_modifier=CACHE) == _DENOISE
-        if DRAFTS:
-            fold = (i_branch > 0) & denoises
-        if TIME:
-            in_time = denoises & (i_branch == 0) & (tl.load(p_valid + i_slot, cache_modifier=CACHE) > 0)
-    if INHERITS:
-        kept = tl.load(p_inherit_keep + i_slot * T + i_t, cache_modifier=CACHE)
-        if DRAFTS:
-            fold = fold & (((kept >> i_branch) & 1) == 0)
-        if TIME:
-            in_time = in_time & (((kept >> i_branch) & 1) == 0)
-    return fold, in_time, i_ancestors, i_part
-
-
-@triton.jit
-def _look_above(
-    p_added_keep, p_added_row, p_index, p_parent, i_p, i_slot, i_branch, i_ancestors, num_branches,
-    T: tl.constexpr, MAPPED: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """A position's parent: its branch over all slots, its list position, and the row of what is added to it."""
-    i_t = i_p % T
-    i_above = i_slot * num_branches + tl.load(p_parent + i_branch)
-    i_p_above = tl.load(p_index + i_above, cache_modifier=CACHE) * T + i_t
-    i_part_above = i_p_above
-    if MAPPED:
-        # A branch's ancestors are its parent's and itself. (Of main branches this makes none, hence row 0.)
-        i_others = i_ancestors ^ (tl.full([], 1, tl.int64) << i_branch)
-        i_part_above = source_row(p_added_keep, p_added_row, i_others, i_slot, i_t, num_branches, T, CACHE)
-    return i_above, i_p_above, i_part_above
 
 
 @triton.jit
