@@ -12,16 +12,13 @@ from kernels.fused.gate_kernel import gate_kernel
 from kernels.fused.launch import early, overlapped
 from kernels.fused.layout import DENOISE, Addend, Branches, RowMap, TimeGate
 from kernels.fused.placement import place_rows
-from kernels.fused.residual import MAX_PROGRAMS, row_config, stream_rows
+from kernels.fused.residual import ELEMENTS, MAX_PROGRAMS, row_config, stream_rows
 from kernels.norm import rms_norm
 
 MAX_REGISTERS: int | None = 80
 """A thread's where there are several branches and rows are wide: three programs of 256 threads fit on a multiprocessor,
 and so all positions of nine branches at once."""
-RESIDENT_WARPS = 132 * 24
-"""Of programs that fit on the GPU at once. With more positions than that, so many programs walk over them, and each
-looks up a position while the rows of the one before are on their way."""
-ALONE_REGISTERS: int | None = None
+MULTIPROCESSORS, REGISTERS = 132, 65536
 ASKS = False
 MAX_EAGER = 320
 """Up to this room positions are read before it is known whether they are there: few are not."""
@@ -76,10 +73,12 @@ def gate_rows(
     stored = addend.stored_XE if addend else None
     assert stored is None or (added is not None and parts is not None and parts.values_KRN.shape[1] == num_positions)
     config = row_config(width)
-    resident = RESIDENT_WARPS // config["num_warps"]
-    ahead = num_positions > resident and length_S is None and not skips
+    walkers, registers = _walkers(config)
+    ahead = num_positions > walkers and length_S is None and not skips
+    if not ahead:
+        registers = MAX_REGISTERS if num_branches > 1 and config["num_warps"] >= 8 else None
     # Where a tensor is not needed another one stands in for it.
-    gate_kernel[(min(num_positions, resident if ahead else MAX_PROGRAMS),)](
+    gate_kernel[(min(num_positions, walkers if ahead else MAX_PROGRAMS),)](
         source_XE,
         source_XE if parts is None else parts.values_KRN,
         out.count_1 if parts is None or parts.used_1 is None else parts.used_1,
@@ -134,14 +133,16 @@ def gate_rows(
         THREADS=32 * config["num_warps"],
         **early(source_XE),
         **config,
-        **_registers(num_branches, ahead, config["num_warps"]),
+        **({"maxnreg": registers} if registers else {}),
         **overlapped(source_XE),
     )
 
 
-def _registers(num_branches: int, ahead: bool, num_warps: int) -> dict[str, int]:
-    limit = MAX_REGISTERS if num_branches > 1 else ALONE_REGISTERS if ahead else None
-    return {"maxnreg": limit} if limit and num_warps >= 8 else {}
+def _walkers(config: dict[str, int | bool]) -> tuple[int, int | None]:
+    """How many programs fit on the GPU at once, and a thread's registers: with many elements a thread 64 spill."""
+    threads = 32 * config["num_warps"]
+    registers = 64 if config["BE"] <= ELEMENTS * threads else 80
+    return MULTIPROCESSORS * (REGISTERS // (threads * registers)), registers
 
 
 def gate_rows_reference(

@@ -1,7 +1,7 @@
 """The kernel of ``kernels.fused.gate``: one program a list position brings its stream up to date, gates and norms it.
 
-Where there are more positions than programs that fit at once (AHEAD), a program walks over several. What it must know of
-a position lies at the end of a chain of loads, so it is looked up while the rows of the position before are on their way.
+Where there are more positions than programs that fit at once (AHEAD), a program walks over several. What it must know
+of a position lies at the end of a chain of loads: it is looked up while the rows of the one before are on their way.
 
 p list positions, S slots, B branches, T block positions, E hidden width, K partial sums.
 """
@@ -217,7 +217,7 @@ def gate_kernel(
             elif TIME:
                 fold = fold | in_time if DRAFTS else in_time
             tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)
-            if ASKS:
+            if ASKS:  # noqa: SIM102
                 if i_p + step < end:
                     if not BY_TOKEN:
                         prefetch_row(p_source + tl.cast(i_p + step, tl.int64) * E, E, THREADS)

@@ -7,7 +7,6 @@ import torch
 
 from kernels.fused import gate
 from kernels.fused.layout import Addend, RowMap, TimeGate
-from kernels.fused.residual import row_config
 from tests.kernels.fused_branches import MIXED, counted, empty_map, random_map
 from tests.kernels.fused_inputs import DTYPES, poisoned
 from tests.kernels.test_fused_time_gate import ALONE, Case
@@ -76,7 +75,7 @@ def test_several_positions_a_program(
     time = case.time if in_time else None
     once = run(case, time)
     assert len(once["at"]) > 0
-    monkeypatch.setattr(gate, "RESIDENT_WARPS", PROGRAMS * row_config(WIDTH)["num_warps"])
+    monkeypatch.setattr(gate, "_walkers", lambda _: (PROGRAMS, 80))
     walked = run(case, time)
     for name, want in once.items():
         assert torch.equal(walked[name].nan_to_num(7), want.nan_to_num(7)), name

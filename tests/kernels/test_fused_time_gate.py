@@ -219,7 +219,6 @@ def test_the_sub_block_cache_leaves_positions_out(
 ) -> None:
     """They get their stored row and nothing else: nothing of theirs is read, as nothing is there."""
     monkeypatch.setattr("kernels.fused.gate.MAX_PROGRAMS", programs)
-    monkeypatch.setattr("kernels.fused.gate.RESIDENT_WARPS", programs)
     branches, block, width = make_branches(ALONE, 6), 6, 24
     valid_S = torch.tensor(VALID, dtype=torch.int32, device=DEVICE)
     pattern = empty_map(branches)
