@@ -12,14 +12,16 @@ from kernels.fused.gate_kernel import gate_kernel
 from kernels.fused.launch import early, overlapped
 from kernels.fused.layout import DENOISE, Addend, Branches, RowMap, TimeGate
 from kernels.fused.placement import place_rows
-from kernels.fused.residual import ELEMENTS, MAX_PROGRAMS, row_config, stream_rows
+from kernels.fused.residual import MAX_PROGRAMS, row_config, stream_rows
 from kernels.norm import rms_norm
 
 MAX_REGISTERS: int | None = 80
 """A thread's where there are several branches and rows are wide: three programs of 256 threads fit on a multiprocessor,
 and so all positions of nine branches at once."""
-MULTIPROCESSORS, REGISTERS = 132, 65536
-ASKS = False
+WALKING_REGISTERS = 64
+WALKING_WARPS = 132 * 32
+"""Programs of so many warps and registers a thread fit on the GPU at once. Where more positions than that are tested,
+they walk over them and look ahead; without tests that was slower (docs/log.md)."""
 MAX_EAGER = 320
 """Up to this room positions are read before it is known whether they are there: few are not."""
 
@@ -73,12 +75,12 @@ def gate_rows(
     stored = addend.stored_XE if addend else None
     assert stored is None or (added is not None and parts is not None and parts.values_KRN.shape[1] == num_positions)
     config = row_config(width)
-    walkers, registers = _walkers(config)
-    ahead = num_positions > walkers and length_S is None and not skips
-    if not ahead:
-        registers = MAX_REGISTERS if num_branches > 1 and config["num_warps"] >= 8 else None
+    tests = folds and (inherit is None or retest)
+    walkers = WALKING_WARPS // config["num_warps"]
+    walks = tests and num_positions > walkers and length_S is None
+    registers = WALKING_REGISTERS if walks else MAX_REGISTERS if num_branches > 1 else None
     # Where a tensor is not needed another one stands in for it.
-    gate_kernel[(min(num_positions, walkers if ahead else MAX_PROGRAMS),)](
+    gate_kernel[(min(num_positions, walkers if walks else MAX_PROGRAMS),)](
         source_XE,
         source_XE if parts is None else parts.values_KRN,
         out.count_1 if parts is None or parts.used_1 is None else parts.used_1,
@@ -120,29 +122,20 @@ def gate_rows(
         MAPPED=added is not None,
         HAS_LENGTH=length_S is not None,
         INHERITS=folds and inherit is not None,
-        TESTS=folds and (inherit is None or retest),
+        TESTS=tests,
         DRAFTS=drafts_fold,
         TIME=time is not None and not skips,
         SKIPS=skips,
         STORED=stored is not None,
         ONE_SLOT=num_slots == 1,
         ONE_BRANCH=num_branches == 1,
-        EAGER=not by_token and num_positions <= MAX_EAGER and not ahead,
-        AHEAD=ahead,
-        ASKS=ASKS and ahead and source_XE.is_cuda,
-        THREADS=32 * config["num_warps"],
+        EAGER=not by_token and num_positions <= MAX_EAGER and not walks,
+        AHEAD=walks,
         **early(source_XE),
         **config,
-        **({"maxnreg": registers} if registers else {}),
+        **({"maxnreg": registers} if registers and config["num_warps"] >= 8 else {}),
         **overlapped(source_XE),
     )
-
-
-def _walkers(config: dict[str, int | bool]) -> tuple[int, int | None]:
-    """How many programs fit on the GPU at once, and a thread's registers: with many elements a thread 64 spill."""
-    threads = 32 * config["num_warps"]
-    registers = 64 if config["BE"] <= ELEMENTS * threads else 80
-    return MULTIPROCESSORS * (REGISTERS // (threads * registers)), registers
 
 
 def gate_rows_reference(

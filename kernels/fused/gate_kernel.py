@@ -1,7 +1,7 @@
 """The kernel of ``kernels.fused.gate``: one program a list position brings its stream up to date, gates and norms it.
 
-Where there are more positions than programs that fit at once (AHEAD), a program walks over several. What it must know
-of a position lies at the end of a chain of loads: it is looked up while the rows of the one before are on their way.
+AHEAD, with TESTS: where there are more positions than programs that fit at once, each walks over several. What it must
+know of a position lies at the end of a chain of loads: it is looked up while the one before is on its way.
 
 p list positions, S slots, B branches, T block positions, E hidden width, K partial sums.
 """
@@ -15,7 +15,6 @@ from kernels.fused.gate_lookup import listed, look_above, look_up
 from kernels.fused.launch import wait_for_inputs
 from kernels.fused.layout import DENOISE
 from kernels.fused.placement import place_row
-from kernels.fused.prefetch import prefetch_row
 from kernels.fused.residual import add_rows, added_row, rms_norm_row, stored_row, summed_row
 
 _DENOISE = tl.constexpr(DENOISE)
@@ -75,8 +74,6 @@ def gate_kernel(
     EARLY: tl.constexpr,
     BE: tl.constexpr,
     AHEAD: tl.constexpr,
-    ASKS: tl.constexpr,
-    THREADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # Without folding every position keeps its place: its row has its number.
@@ -101,7 +98,7 @@ def gate_kernel(
             p_added_keep, p_added_row, p_kind, p_ancestors, p_inherit_keep, p_valid, i_first, i_slot, i_branch,
             num_branches, T, MAPPED, INHERITS, TESTS, DRAFTS, TIME, ONE_BRANCH, CACHE,
         )  # fmt: skip
-        if TESTS and DRAFTS:
+        if DRAFTS:
             above = look_above(
                 p_added_keep, p_added_row, p_index, p_parent, i_first, i_slot, i_branch, own[2], num_branches, T,
                 MAPPED, CACHE,
@@ -194,7 +191,7 @@ def gate_kernel(
                     p_added_keep, p_added_row, p_kind, p_ancestors, p_inherit_keep, p_valid, i_p + step, i_slot,
                     i_branch, num_branches, T, MAPPED, INHERITS, TESTS, DRAFTS, TIME, ONE_BRANCH, CACHE,
                 )  # fmt: skip
-                if TESTS and DRAFTS:
+                if DRAFTS:
                     above = look_above(
                         p_added_keep, p_added_row, p_index, p_parent, i_p + step, i_slot, i_branch, own[2],
                         num_branches, T, MAPPED, CACHE,
@@ -217,16 +214,6 @@ def gate_kernel(
             elif TIME:
                 fold = fold | in_time if DRAFTS else in_time
             tl.store(p_stream + tl.cast(i_p, tl.int64) * E + o_e, b_x.to(dtype), mask=m_e)
-            if ASKS:  # noqa: SIM102
-                if i_p + step < end:
-                    if not BY_TOKEN:
-                        prefetch_row(p_source + tl.cast(i_p + step, tl.int64) * E, E, THREADS)
-                    if K > 0:
-                        i_row = tl.cast(own[3], tl.int64)
-                        p_part = p_parts + i_row * E
-                        if STORED:
-                            p_part = tl.where(i_row < num_positions, p_part, p_stored + (i_row - num_positions) * E)
-                        prefetch_row(p_part, E, THREADS)
             if not fold:
                 i_row = place_row(
                     p_keep, p_row, p_count, p_position, p_slot_count, p_slot_rows, p_index, i_p, i_now_slot,

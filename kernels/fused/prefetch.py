@@ -28,15 +28,3 @@ def prefetch_tile(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [p.to(tl.int64), i * 0 + num_bytes],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def prefetch_row(p_row, E: tl.constexpr, THREADS: tl.constexpr):
-    """Asks for a row of E elements to come to the L2 cache: one line of 128 bytes a thread."""
-    BYTES: tl.constexpr = E * (p_row.dtype.element_ty.primitive_bitwidth // 8)
-    for i_begin in tl.static_range(0, BYTES, 128 * THREADS):
-        i = i_begin + 128 * tl.arange(0, THREADS)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l,r,r",
-            [p_row.to(tl.int64) + i, i, i * 0 + BYTES], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip

@@ -75,7 +75,8 @@ def test_several_positions_a_program(
     time = case.time if in_time else None
     once = run(case, time)
     assert len(once["at"]) > 0
-    monkeypatch.setattr(gate, "_walkers", lambda _: (PROGRAMS, 80))
+    monkeypatch.setattr(gate, "WALKING_WARPS", PROGRAMS * gate.row_config(WIDTH)["num_warps"])
+    monkeypatch.setattr(gate, "MAX_PROGRAMS", PROGRAMS)
     walked = run(case, time)
     for name, want in once.items():
         assert torch.equal(walked[name].nan_to_num(7), want.nan_to_num(7)), name
