@@ -18,6 +18,10 @@ from kernels.norm import rms_norm
 MAX_REGISTERS: int | None = 80
 """A thread's where there are several branches and rows are wide: three programs of 256 threads fit on a multiprocessor,
 and so all positions of nine branches at once."""
+WALKING_REGISTERS = 64
+WALKING_WARPS = 132 * 32
+"""Programs of so many warps and registers a thread fit on the GPU at once. Where more positions than that are tested,
+they walk over them and look ahead; without tests that was slower (docs/log.md)."""
 MAX_EAGER = 320
 """Up to this room positions are read before it is known whether they are there: few are not."""
 
@@ -71,8 +75,12 @@ def gate_rows(
     stored = addend.stored_XE if addend else None
     assert stored is None or (added is not None and parts is not None and parts.values_KRN.shape[1] == num_positions)
     config = row_config(width)
+    tests = folds and (inherit is None or retest)
+    walkers = WALKING_WARPS // config["num_warps"]
+    walks = tests and num_positions > walkers and length_S is None
+    registers = WALKING_REGISTERS if walks else MAX_REGISTERS if num_branches > 1 else None
     # Where a tensor is not needed another one stands in for it.
-    gate_kernel[(min(num_positions, MAX_PROGRAMS),)](
+    gate_kernel[(min(num_positions, walkers if walks else MAX_PROGRAMS),)](
         source_XE,
         source_XE if parts is None else parts.values_KRN,
         out.count_1 if parts is None or parts.used_1 is None else parts.used_1,
@@ -114,17 +122,18 @@ def gate_rows(
         MAPPED=added is not None,
         HAS_LENGTH=length_S is not None,
         INHERITS=folds and inherit is not None,
-        TESTS=folds and (inherit is None or retest),
+        TESTS=tests,
         DRAFTS=drafts_fold,
         TIME=time is not None and not skips,
         SKIPS=skips,
         STORED=stored is not None,
         ONE_SLOT=num_slots == 1,
         ONE_BRANCH=num_branches == 1,
-        EAGER=not by_token and num_positions <= MAX_EAGER,
+        EAGER=not by_token and num_positions <= MAX_EAGER and not walks,
+        AHEAD=walks,
         **early(source_XE),
         **config,
-        **({"maxnreg": MAX_REGISTERS} if MAX_REGISTERS and num_branches > 1 and config["num_warps"] >= 8 else {}),
+        **({"maxnreg": registers} if registers and config["num_warps"] >= 8 else {}),
         **overlapped(source_XE),
     )
 

@@ -20,12 +20,15 @@ def place_row(
     """Enters a kept position into the map and returns its row. In place, nothing waits for a counter's answer."""
     i_row, i_in_slot = i_p, i_p
     if not IN_PLACE:
-        i_row = tl.atomic_add(p_count, 1, sem="relaxed")
-        i_in_slot = i_row
         if ONE_SLOT:
+            i_row = tl.atomic_add(p_count, 1, sem="relaxed")
+            i_in_slot = i_row
             tl.atomic_add(p_slot_count, 1, sem="relaxed")
         else:
-            i_in_slot = tl.atomic_add(p_slot_count + i_slot, 1, sem="relaxed")
+            # Both counters at once, as their answers take long.
+            o = tl.arange(0, 2)
+            b_count = tl.atomic_add(tl.where(o == 0, p_count, p_slot_count + i_slot), 1, sem="relaxed")  # [2]
+            i_row, i_in_slot = tl.sum(tl.where(o == 0, b_count, 0)), tl.sum(tl.where(o == 1, b_count, 0))
     else:
         if i_p == 0:
             tl.store(p_count, num_live * T)

@@ -55,10 +55,28 @@ def stored_row(p_source, i_source, o_e, m_e, E: tl.constexpr, CACHE: tl.constexp
 
 
 @triton.jit
-def added_row(p_parts, i_part, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr):
-    """Sum of a row's K > 0 parts, ``stride`` rows apart; COUNTED: of the first ``used`` of them."""
+def added_row(
+    p_parts, i_part, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr,
+    MOSTLY_ONE: tl.constexpr = False,
+):  # fmt: skip
+    """Sum of a row's K > 0 parts, ``stride`` rows apart; COUNTED: of the first ``used`` of them.
+
+    MOSTLY_ONE: the others are branched over where there is one, and need no registers while the first is on its way.
+    """
     i_part = tl.cast(i_part, tl.int64)
     b_sum = tl.load(p_parts + i_part * E + o_e, mask=m_e, other=0.0)  # [BE]
+    if COUNTED and MOSTLY_ONE and K > 1:
+        if used > 1:
+            b_sum = _add_others(b_sum, p_parts, i_part, stride, used, o_e, m_e, E, K, True)
+    else:
+        b_sum = _add_others(b_sum, p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)
+    return b_sum
+
+
+@triton.jit
+def _add_others(
+    b_sum, p_parts, i_part, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr
+):
     for k in tl.static_range(1, K):
         m_k = m_e
         if COUNTED:
@@ -74,15 +92,15 @@ def added_row(p_parts, i_part, stride, used, o_e, m_e, E: tl.constexpr, K: tl.co
 @triton.jit
 def summed_row(
     p_parts, p_stored, i_part, room, stride, used, o_e, m_e, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr,
-    STORED: tl.constexpr,
+    STORED: tl.constexpr, MOSTLY_ONE: tl.constexpr = False,
 ):  # fmt: skip
     """The same where rows from ``room`` on are stored ones (STORED), which have one part."""
     if STORED:
         is_stored, i_part = i_part >= room, tl.cast(i_part, tl.int64)
         p_row = tl.where(is_stored, p_stored + (i_part - room) * E, p_parts + i_part * E)
-        return added_row(p_row, 0, stride, tl.where(is_stored, 1, used), o_e, m_e, E, K, True)
+        return added_row(p_row, 0, stride, tl.where(is_stored, 1, used), o_e, m_e, E, K, True, MOSTLY_ONE)
     else:
-        return added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED)
+        return added_row(p_parts, i_part, stride, used, o_e, m_e, E, K, COUNTED, MOSTLY_ONE)
 
 
 @triton.jit

@@ -212,9 +212,13 @@ def test_the_last_norm_reads_stored_sums(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("programs", [2048, 5])
 @pytest.mark.parametrize("mapped", [True, False])
-def test_the_sub_block_cache_leaves_positions_out(mapped: bool, dtype: torch.dtype) -> None:
+def test_the_sub_block_cache_leaves_positions_out(
+    mapped: bool, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They get their stored row and nothing else: nothing of theirs is read, as nothing is there."""
+    monkeypatch.setattr("kernels.fused.gate.MAX_PROGRAMS", programs)
     branches, block, width = make_branches(ALONE, 6), 6, 24
     valid_S = torch.tensor(VALID, dtype=torch.int32, device=DEVICE)
     pattern = empty_map(branches)
