@@ -7,8 +7,8 @@
 
 ``scale`` decodes the same prompts on every number of GPUs, each run a job of its own on one Ray; ``--kill`` sends
 SIGKILL to a worker of one more run on all of them. ``alone`` is ``Engine.stream`` without Ray. ``memory`` leaves the
-torch backend less memory than its batch needs. The model is a bundled one that computes its function at a real
-checkpoint's shape (``specfold.enlarge``). Each call ends with one line of JSON.
+torch backend less and less memory until its batch does not fit. The model is a bundled one that computes its function
+at a real checkpoint's shape (``specfold.enlarge``). Each call ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,12 @@ from tests.cluster.jobs import JobFolder
 from tests.cluster.processes import descendants
 from tests.reference_training.task import heldout_problems
 
-SIZE, SEEN, SPARE = "SPECFOLD_BENCH_SIZE", "SPECFOLD_BENCH_SEEN", "SPECFOLD_BENCH_SPARE_GIB"
-"""Environment of the workers: the model's size, a folder where each leaves its GPU, memory to leave free."""
+SIZE, SEEN = "SPECFOLD_BENCH_SIZE", "SPECFOLD_BENCH_SEEN"
+"""Environment of the workers: the model's size, and a folder where each leaves its GPU."""
+SPARE = "spare_gib"
+"""Beside that folder: memory to leave free."""
+RAN_OUT = "ran_out_of_memory"
+"""A line for each time: how many rows at a time were too many."""
 MODULE = "tests.cluster.bench_gpus"
 
 
@@ -57,10 +61,22 @@ def tight(folder: str, **settings: Any) -> Engine:
     """The same where other buffers have taken nearly all of the GPU."""
     import torch
 
-    engine = large(folder, **settings)
+    engine, run = large(folder, **settings), Path(os.environ[SEEN]).parent
+    spare = int(float((run / SPARE).read_text()) * 2**30)
     engine.ballast = torch.empty(  # type: ignore[attr-defined]
-        max(torch.cuda.mem_get_info()[0] - int(float(os.environ[SPARE]) * 2**30), 0), dtype=torch.uint8, device="cuda"
+        max(torch.cuda.mem_get_info()[0] - spare, 0), dtype=torch.uint8, device="cuda"
     )
+    stream = engine.stream
+
+    def noted(requests: Iterable[Request | None], config: DecodeConfig, batch_size: int) -> Iterator[Completion]:
+        try:
+            yield from stream(requests, config, batch_size)
+        except torch.OutOfMemoryError:
+            with (run / RAN_OUT).open("a") as file:
+                print(batch_size, file=file)
+            raise
+
+    engine.stream = noted  # type: ignore[assignment,method-assign]
     return engine
 
 
@@ -117,19 +133,29 @@ def bench_scale(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """The same rows with and without enough memory, by the backend that takes memory as it goes."""
+    """The same rows with enough memory, and with less and less until it runs out.
+
+    By the backend that takes memory as it goes.
+    """
     found: dict[str, Any] = {}
-    os.environ[SPARE] = str(args.spare_gib)
     with ray_of(args.size, 1) as (root, seen):
         prompts = write_prompts(root / "in.jsonl", args.prompts)
         outputs = []
-        for engine in ("large", "tight"):
-            folder = JobFolder(root / engine)
+        for spare in (None, *args.spare_gib):
+            if spare is not None:
+                (root / SPARE).write_text(str(spare))
+            folder = JobFolder(root / str(spare))
             config = job_of(args, folder, prompts, 1, backend="torch")
-            found[engine] = one_run(config, folder, seen, engine)
+            run = one_run(config, folder, seen, "large" if spare is None else "tight")
             outputs.append(folder.rows().sort_by("row_id")["output_token_ids"].to_pylist())
+            found["enough" if spare is None else f"{spare} GiB"] = run
+            if (root / RAN_OUT).exists():
+                run["too_many_rows_at_a_time"] = [int(line) for line in (root / RAN_OUT).read_text().splitlines()]
+                break
+        else:
+            raise SystemExit("memory never ran out: ask for less by --spare-gib")
         found["rows"] = [len(rows) for rows in outputs]
-        found["same_outputs"] = sum(a == b for a, b in zip(*outputs, strict=True))
+        found["same_outputs"] = [sum(a == b for a, b in zip(outputs[0], rows, strict=True)) for rows in outputs]
     return found
 
 
@@ -269,7 +295,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mode", default="specfold")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--spare-gib", type=float, default=1.0)
+    parser.add_argument("--spare-gib", type=float, nargs="+", default=[0.8, 0.4, 0.2, 0.1], help="of memory, in turn")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--results", type=Path, nargs="+", help="of plot: what other calls printed")
     parser.add_argument("--image", type=Path, help="of plot")
