@@ -99,8 +99,7 @@ class Decoder:
         if self._num_rows:
             self._waiting = request
             return None
-        message = "The row's keys and values do not fit into the device's memory, even alone."
-        return Completion(request.row_id, request.sample_id, [], "", ERROR, message, "no_memory")
+        return _too_large(request)
 
     def advance(self) -> list[Finished]:
         """One chunk of every waiting prompt, then one step of all decoding rows; returns the rows that ended."""
@@ -108,8 +107,7 @@ class Decoder:
 
     def prepare(self) -> list[Finished]:
         """Caches the next chunk of every prompt in a slot and opens the first block of those that are ready."""
-        if self._waiting is not None and self._place(self._waiting):
-            self._waiting = None
+        too_large = self._place_waiting()
         self._fill_slots()
         self.backend.prefill(self._due_prompts())
         for slot, row in enumerate(self.rows):
@@ -118,7 +116,7 @@ class Decoder:
                 report = self.backend.open(slot, self._start(row))
                 if report is not None:
                     self._apply(report)
-        return self._collect()
+        return too_large + self._collect()
 
     def decode(self) -> list[Finished]:
         """One step of all rows that stand in a block."""
@@ -148,6 +146,17 @@ class Decoder:
         self._ahead.append(Row(request, prefill, pages, stop))
         self._fill_slots()
         return True
+
+    def _place_waiting(self) -> list[Finished]:
+        """Places the request that waits for pages; it ends if all pages are free and still too few."""
+        request = self._waiting
+        if request is None:
+            return []
+        placed = self._place(request)
+        if not placed and self._num_rows:
+            return []
+        self._waiting = None
+        return [] if placed else [(request, _too_large(request))]
 
     def _fill_slots(self) -> None:
         """Free slots to the rows ahead, in their order."""
@@ -238,6 +247,12 @@ def refusal(engine: Engine, config: DecodeConfig, request: Request) -> Completio
         return None
     kind, message = bad
     return Completion(request.row_id, request.sample_id, [], "", ERROR, message, kind)
+
+
+def _too_large(request: Request) -> Completion:
+    """The error completion of a request for which there are too few pages even alone."""
+    message = "The row's keys and values do not fit into the device's memory, even alone."
+    return Completion(request.row_id, request.sample_id, [], "", ERROR, message, "no_memory")
 
 
 def run_setup(engine: Engine, config: DecodeConfig, batch_size: int, watch: Watch | None = None) -> RunSetup:

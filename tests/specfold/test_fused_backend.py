@@ -167,3 +167,21 @@ def test_a_row_that_can_never_fit_is_an_error_row() -> None:
     refused = decoder.admit(Request([1] * 40))
     assert refused is not None
     assert refused.error_kind == "no_memory"
+
+
+def test_a_row_that_can_never_fit_holds_nobody_up() -> None:
+    engine = random_engine("fast_dllm_v2", 0)
+    rows = [Request([i % MASK for i in range(n)], row_id=n) for n in (20, 300, 21)]
+    config = DecodeConfig(mode="spiffy", drafts=2, max_new_tokens=12)
+    decoder = Decoder(with_backend(engine, "reference"), config, 4)
+    decoder.backend.pool.allocate(decoder.backend.pool.num_pages - 6)
+    waiting, got = list(rows), {}
+    for _ in range(200):
+        while waiting and decoder.has_room:
+            assert decoder.admit(waiting.pop(0)) is None
+        got |= {completion.row_id: completion for _, completion in decoder.advance()}
+    assert decoder.idle
+    assert got.keys() == {20, 300, 21}
+    assert got[300].error_kind == "no_memory"
+    want = decode(engine, [rows[0], rows[2]], config, 4)
+    assert {row_id: got[row_id].token_ids for row_id in want} == {row_id: c.token_ids for row_id, c in want.items()}
