@@ -52,7 +52,7 @@ def test_a_prompt_is_cached_alone_or_among_others_in_the_same_bits(
         engine = on_device(engine, torch.bfloat16)
     elif backend == "triton":
         if family != FAMILY_NAMES[0]:
-            pytest.skip("the interpreter is slow, and families differ in what the operations are told alone")
+            pytest.skip("the interpreter is slow, and families differ only in what the operations are told")
         # Full chunks take the interpreter half a minute.
         lengths = (11, 21)
         for module in ("specfold.backends.fused_prefill", "specfold.prefill"):
