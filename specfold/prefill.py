@@ -1,7 +1,7 @@
 """Prompts into the prefix cache, a chunk at a time, so that a long prompt does not hold the batch up.
 
-Chunks lie at absolute positions and are computed one row at a time: what stands in the cache does not depend on what
-else decodes. Samples of one prompt share one prefill.
+Chunks lie at absolute positions, and no row's results depend on another's: what stands in the cache does not depend on
+what else decodes. Samples of one prompt share one prefill.
 """
 
 from __future__ import annotations
