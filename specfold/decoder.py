@@ -128,8 +128,7 @@ class Decoder:
         return _either(request.max_new_tokens, self.config.max_new_tokens)
 
     def _place(self, request: Request) -> bool:
-        """Gives a request all the pages it will ever need, and a slot when its turn comes; False if those are not free
-        now."""
+        """Gives a request all the pages it will need and, in its turn, a slot; False while pages are short."""
         prompt, pool = tuple(request.prompt_ids), self.backend.pool
         rows = chain((row for row in self.rows if row is not None), self._ahead)
         prefill = next((row.prefill for row in rows if row.prefill.prompt_ids == prompt), None)
