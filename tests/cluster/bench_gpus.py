@@ -259,7 +259,7 @@ def watched(each: Callable[[], None]) -> Iterator[list[float]]:
 
 
 def plot(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second against GPUs, beside a line through the fewest."""
+    """Tokens a second against GPUs, beside a line through the fewest: for each size the calls with the most prompts."""
     from matplotlib.figure import Figure
 
     calls = [json.loads(line) for path in args.results for line in path.read_text().splitlines() if line[:1] == "{"]
@@ -267,8 +267,10 @@ def plot(args: argparse.Namespace) -> dict[str, Any]:
     sizes = list(dict.fromkeys(call["size"] for call in calls if "runs" in call))
     figure = Figure(figsize=(4 * len(sizes), 3.2), layout="constrained")
     for size, panel in zip(sizes, figure.subplots(1, len(sizes), squeeze=False)[0], strict=True):
+        calls_of_size = [call for call in calls if call["size"] == size and "runs" in call]
+        longest = max(call["prompts"] for call in calls_of_size)
         runs = sorted(
-            (r for c in calls if c["size"] == size for r in c.get("runs", ()) if not r["killed"]),
+            (r for c in calls_of_size if c["prompts"] == longest for r in c["runs"] if not r["killed"]),
             key=lambda r: r["gpus"],
         )
         gpus = [run["gpus"] for run in runs]
