@@ -133,7 +133,10 @@ def _open_output(config: JobConfig) -> tuple[Store, RunFile | None]:
     with mistakes_of_place():
         store = Store(config.output)
         store.require_writable()
-        return store, RunDir(store).read()
+        rundir = RunDir(store)
+        run = rundir.read()
+        rundir.require_own_data()
+        return store, run
 
 
 def _check(config: JobConfig, signals: StopSignals) -> int:

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from cluster.driver.audit import Audit
 from cluster.driver.metrics import JobMetrics
 from cluster.driver.progress import Counts, Progress, Snapshot, WarmUp
 from cluster.driver.roster import Live
+from cluster.driver.summary_file import SummaryFile
 from cluster.driver.views import View
 from cluster.messages import AuditRecord, ShardRecord, WorkerInfo, WorkerState
-from cluster.output.history import History
-from cluster.output.identity import DEVICE, differences, other_versions, token_versions
-from cluster.output.report import Report
+from cluster.output.identity import DEVICE, differences, token_versions
 from cluster.output.rundir import RunDir, RunFile
-from cluster.output.storage import Store
-from cluster.output.summary import Tally, read_summary, write_summary
+from cluster.output.summary import Tally
 
-SUMMARY_S, REPORT_S, SHOW_S = 10.0, 30.0, 0.5
-REPORT_SHARE = 0.01
-_MAX_SESSIONS = 100
-_OF_DECODING = ("tokens_per_second", "history", "audit")
-"""Entries of the summary that stay those of the last session that decoded."""
+SUMMARY_S, SHOW_S = 10.0, 0.5
 
 
 class Admission:
@@ -62,85 +52,6 @@ class Admission:
             self.identity = whole.hash
         else:
             self._rundir.require_same(self._run, whole.identity)
-
-
-class SummaryFile:
-    """``summary.json`` and ``report.html`` of a session: refreshed while it runs, final at its end."""
-
-    def __init__(
-        self,
-        store: Store,
-        tally: Tally,
-        total_rows: int | None,
-        say: Callable[[str], None],
-        preflight: dict[str, Any] | None = None,
-    ) -> None:
-        self._preflight = preflight
-        self.url = store.url
-        self._store, self._tally, self._total_rows, self._say = store, tally, total_rows, say
-        self._history = History()
-        self._report = Report(store, tally)
-        self._report_due = 0.0
-        self._started, self._begin = time.time(), time.monotonic()
-        self._seconds: float | None = None
-        self.audit: dict[str, Any] | None = None
-        """What the audit has found so far, if one was asked for."""
-        self.live: dict[str, Any] | None = None
-        """Where the job is now, told only while it runs."""
-        self._before = read_summary(store)
-        self._sessions = self._before.get("sessions", [])[-_MAX_SESSIONS:]
-        self._versions = token_versions() | other_versions() | {"git": _git_commit()}
-
-    def note(self, rows: int, tokens: int) -> None:
-        """Keep for the history how far the job is now; ``tokens``: of this session."""
-        self._history.add(time.monotonic() - self._begin, rows, tokens)
-
-    def stop_clock(self) -> None:
-        """What follows is no part of the run's time: an audit must not make its speed look lower."""
-        self._seconds = time.monotonic() - self._begin
-
-    def write(
-        self, state: str, exit_code: int | None = None, missing: str = "", error: str | None = None
-    ) -> dict[str, Any]:
-        """Publish the totals; returns them. ``error``: what ended the job before its time."""
-        seconds = time.monotonic() - self._begin if self._seconds is None else self._seconds
-        values = self._tally.to_dict(seconds)
-        values["rows"] = {"total": self._total_rows} | values["rows"]
-        session = values.pop("session") | {
-            "state": state, "exit_code": exit_code, "started": _utc(self._started), "host": os.uname().nodename,
-            "versions": self._versions,
-        }  # fmt: skip
-        values = {"state": state, "error": error, "missing_shards": missing, "updated": _utc(time.time())} | values
-        values["sessions"] = [*self._sessions, session]
-        if self._preflight is not None:
-            values["preflight"] = self._preflight
-        if state == "running":
-            values["live"] = self.live
-        else:
-            self._history.add(seconds, self._tally.rows, self._tally.session_tokens)
-        values["history"] = self._history.points()
-        if not self._tally.session_rows:
-            # A session that only pushes, audits or looks has no speed of its own to tell.
-            values |= {name: self._before[name] for name in _OF_DECODING if name in self._before}
-        if self.audit is not None:
-            values["audit"] = self.audit
-        write_summary(self._store, values)
-        if state != "running" or time.monotonic() - self._begin >= self._report_due:
-            self._write_report(values)
-        return values
-
-    def _write_report(self, values: dict[str, Any]) -> None:
-        """Publish the page. The rows matter more: whatever is wrong with the page is one line and never ends a job."""
-        before = time.monotonic()
-        try:
-            self._report.write(values)
-        except Exception as error:
-            self._say(
-                f"report.html could not be made ({type(error).__name__}: {error}); the results are not concerned."
-            )
-        now = time.monotonic()
-        # A slow store or a huge run gets fewer pages, not a slower job.
-        self._report_due = now - self._begin + max(REPORT_S, (now - before) / REPORT_SHARE)
 
 
 class JobHost:
@@ -204,7 +115,7 @@ class JobHost:
             self._summary.live = snapshot.to_dict()
         if now - self._written >= SUMMARY_S and self.identity:
             self._written = now
-            self._summary.write("running")
+            self._summary.refresh()
 
     def conclude(self, live: Live, wanted: int) -> None:
         """Every part is published: let the metrics and the view end with the final figures.
@@ -231,16 +142,3 @@ class JobHost:
             foldable=live.foldable,
             folded=live.folded,
         )
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-def _git_commit() -> str | None:
-    """The program's commit, where it runs from a checkout."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

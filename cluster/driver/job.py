@@ -18,13 +18,14 @@ from cluster.driver.events import Event, Wake
 from cluster.driver.feed import InputFeed
 from cluster.driver.findings import findings
 from cluster.driver.footprint import measure_model
-from cluster.driver.host import Admission, JobHost, SummaryFile
+from cluster.driver.host import Admission, JobHost
 from cluster.driver.ledger import Ledger
 from cluster.driver.places import choose_device, most_workers, worker_count, worker_resources
 from cluster.driver.pool import RayPool
 from cluster.driver.preflight import short_report
 from cluster.driver.session import ray_map, worker_environment
 from cluster.driver.signals import Interrupted, StopSignals
+from cluster.driver.summary_file import SummaryFile
 from cluster.driver.views import View
 from cluster.errors import UserError
 from cluster.input.schema import Map, carried_schema

@@ -22,7 +22,7 @@ from cluster.output.lease import is_held
 from cluster.output.run_charts import RUNNING, charts
 from cluster.output.rundir import RUN, RunDir
 from cluster.output.storage import Store
-from cluster.output.summary import ShardLine, Tally, read_summary
+from cluster.output.summary import Parts, ShardLine, Tally, read_summary
 from cluster.output.told import describe_audit, divergence_lines, preflight_lines
 from cluster.words import count, verb
 
@@ -35,39 +35,38 @@ _SETTING = 2_000
 class Report:
     """The page of a run. Keeps the examples that it has read, so that a refresh reads little."""
 
-    def __init__(self, store: Store, tally: Tally) -> None:
-        self._store, self._tally = store, tally
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._run: dict[str, Any] = {}
         self._read: dict[Any, list[Example]] = {}
 
-    def write(self, summary: dict[str, Any]) -> None:
+    def write(self, summary: dict[str, Any], parts: Parts) -> None:
         """Publish the page; ``summary`` is what ``summary.json`` says."""
-        page = self.render(summary).encode(errors="replace")
+        page = self.render(summary, parts).encode(errors="replace")
         self._store.write(REPORT, page, durable=summary["state"] != RUNNING)
 
-    def render(self, summary: dict[str, Any]) -> str:
+    def render(self, summary: dict[str, Any], parts: Parts) -> str:
         self._run = self._run or orjson.loads(self._store.read(RUN))
-        lines = self._tally.lines()
         return _template().render(
             summary=summary,
             run=self._run,
             verdict=verdict(summary),
-            charts=charts(summary, lines, self._run["config"]["max_new_tokens"]),
+            charts=charts(summary, parts.lines, self._run["config"]["max_new_tokens"]),
             slowest_rows=summary["slowest_rows"],
             preflight=list(preflight_lines(summary["preflight"])) if summary.get("preflight") else [],
             audit=describe_audit(summary["audit"]) if summary.get("audit") else "",
             divergences=list(divergence_lines(summary["audit"])) if summary.get("audit") else [],
             slowest_shards=summary["slowest_shards"][:MAX_SLOWEST],
             errors=[
-                (kind, count, self._errors(kind))
+                (kind, count, self._errors(kind, parts))
                 for kind, count in sorted(summary["rows"]["failed_by_kind"].items(), key=lambda item: -item[1])
             ],
             flags=[
-                (flag, count, self._flagged(flag))
+                (flag, count, self._flagged(flag, parts))
                 for flag, count in sorted(summary.get("flags", {}).items(), key=lambda item: -item[1])
                 if count
             ],
-            outputs=self._outputs(lines, summary["state"]),
+            outputs=self._outputs(parts.lines, summary["state"]),
             changed=settings(self._run["config"], changed=True),
             unchanged=settings(self._run["config"], changed=False),
             max_sessions=MAX_SESSIONS,
@@ -84,11 +83,11 @@ class Report:
             found += self._cached(("output", index), lambda index=index: find_outputs(self._store, index, 2))
         return found
 
-    def _errors(self, kind: str) -> list[Example]:
-        return self._examples(kind, self._tally.failed_in, lambda i, n: find_errors(self._store, i, kind, n))
+    def _errors(self, kind: str, parts: Parts) -> list[Example]:
+        return self._examples(kind, parts.failed_in, lambda i, n: find_errors(self._store, i, kind, n))
 
-    def _flagged(self, flag: str) -> list[Example]:
-        return self._examples(flag, self._tally.flagged_in, lambda i, n: find_flagged(self._store, i, flag, n))
+    def _flagged(self, flag: str, parts: Parts) -> list[Example]:
+        return self._examples(flag, parts.flagged_in, lambda i, n: find_flagged(self._store, i, flag, n))
 
     def _examples(self, name: str, places: dict[str, list[int]], find: Any) -> list[Example]:
         found: list[Example] = []
@@ -130,7 +129,8 @@ def rebuild(store: Store) -> None:
     summary["rows"] = {"total": known.get("rows", {}).get("total")} | summary["rows"]
     if summary.get("state", RUNNING) == RUNNING and not is_held(store):
         summary["state"] = KILLED
-    Report(store, tally).write({"missing_shards": "", "updated": "", "sessions": [], "history": []} | summary)
+    base = {"missing_shards": "", "updated": "", "sessions": [], "history": []}
+    Report(store).write(base | summary, tally.parts())
 
 
 def verdict(summary: dict[str, Any]) -> tuple[str, str]:

@@ -63,6 +63,16 @@ class SlowRow(NamedTuple):
     worker: str
 
 
+class Parts(NamedTuple):
+    """The finished shards at one moment."""
+
+    lines: list[ShardLine]
+    """A line each, in order."""
+    failed_in: dict[str, list[int]]
+    """A few shards with errors of each kind; ``flagged_in``: with rows of each flag."""
+    flagged_in: dict[str, list[int]]
+
+
 class Tally:
     """Sums over finished shards, of this session and of earlier ones. Holds one line per shard and no results."""
 
@@ -71,9 +81,8 @@ class Tally:
         self.failed: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
-        self.failed_in: dict[str, list[int]] = {}
-        """A few shards with errors of each kind; ``flagged_in``: with rows of each flag."""
-        self.flagged_in: dict[str, list[int]] = {}
+        self._failed_in: dict[str, list[int]] = {}
+        self._flagged_in: dict[str, list[int]] = {}
         self.flags: Counter[str] = Counter()
         self.flagged: dict[str, list[list[int]]] = {}
         """The first rows of each flag, as row id and sample id."""
@@ -94,7 +103,7 @@ class Tally:
         self.failed.update(record.failed)
         self.finished.update(record.finished)
         self.lengths.update(record.lengths)
-        for where, names in ((self.failed_in, record.failed), (self.flagged_in, record.flags)):
+        for where, names in ((self._failed_in, record.failed), (self._flagged_in, record.flags)):
             for name in names:
                 if len(where.setdefault(name, [])) < MAX_PLACES:
                     where[name].append(record.index)
@@ -140,9 +149,13 @@ class Tally:
     def has(self, index: int) -> bool:
         return index in self._lines
 
-    def lines(self) -> list[ShardLine]:
-        """A line per shard, in order."""
-        return [self._lines[index] for index in sorted(self._lines)]
+    def parts(self) -> Parts:
+        """A copy, which stays as it is."""
+        lines = [self._lines[index] for index in sorted(self._lines)]
+        failed_in, flagged_in = (
+            {name: list(indexes) for name, indexes in places.items()} for places in (self._failed_in, self._flagged_in)
+        )
+        return Parts(lines, failed_in, flagged_in)
 
     def to_dict(self, seconds: float) -> dict[str, Any]:
         """The counted part of ``summary.json``; ``seconds``: how long this session has run.
@@ -197,7 +210,7 @@ class Tally:
 
     def shards_file(self) -> bytes:
         """``shards.parquet``: one row per shard, in order."""
-        lines = self.lines()
+        lines = self.parts().lines
         columns = list(zip(*lines, strict=True)) if lines else [()] * len(_SHARD_SCHEMA)
         arrays = [pa.array(column, field.type) for column, field in zip(columns, _SHARD_SCHEMA, strict=True)]
         sink = pa.BufferOutputStream()
@@ -247,8 +260,9 @@ class _WorkerTotals:
         }
 
 
-def write_summary(store: Store, values: dict[str, Any]) -> None:
-    store.write(SUMMARY, orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+def summary_json(values: dict[str, Any]) -> bytes:
+    """The file's content."""
+    return orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
 def read_summary(store: Store) -> dict[str, Any]:

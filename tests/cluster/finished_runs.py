@@ -13,7 +13,7 @@ from cluster.messages import RowKey, ShardRecord
 from cluster.output.rundir import RUN, RunFile
 from cluster.output.sink import build_rows, count_rows, publish
 from cluster.output.storage import Store
-from cluster.output.summary import Tally, write_summary
+from cluster.output.summary import SUMMARY, Tally, summary_json
 from specfold import Completion, DecodeStats
 
 START = 1_790_000_000
@@ -79,7 +79,7 @@ class FinishedRun:
         values["history"] = [[t, t, int(max(t - 5, 0) * 100 + 90 * math.sin(t / 3))] for t in range(0, 96, 2)]
         values["preflight"] = PREFLIGHT | {"rows_checked": total, "rows_total": total, "outputs": total}
         values |= changes
-        write_summary(self.store, values)
+        self.store.write(SUMMARY, summary_json(values))
         return values
 
 

@@ -23,8 +23,10 @@ from typing import Any
 
 import ray
 
-from cluster.driver import host, run_job
+from cluster.driver import run_job
+from cluster.driver.summary_file import SummaryFile
 from cluster.output.storage import Store
+from cluster.output.summary import Parts
 from cluster.worker import shardwork
 from cluster.worker.guards import Specials
 from specfold import Completion, Engine
@@ -101,7 +103,7 @@ def main(argv: list[str]) -> None:
 
 def _run(engine: str, rows: int, *, bare: bool) -> dict[str, float]:
     """Seconds of one job: of the wall from its start to its last part, of the processors, of guards and page."""
-    kept, factory = host.SummaryFile._write_report, f"{NAME}:{engine}" + ("_bare" if bare else "")
+    kept, factory = SummaryFile._write_report, f"{NAME}:{engine}" + ("_bare" if bare else "")
     with tempfile.TemporaryDirectory() as root:
         folder = JobFolder(Path(root))
         if engine == "instant":
@@ -113,20 +115,20 @@ def _run(engine: str, rows: int, *, bare: bool) -> dict[str, float]:
             config = folder.config(str(prompts), model="fast_dllm_v2", shard_rows=16)
         page = [0.0]
 
-        def timed(self: host.SummaryFile, values: dict[str, Any]) -> None:
+        def timed(self: SummaryFile, values: dict[str, Any], parts: Parts) -> None:
             before = time.thread_time()
             if not bare:
-                kept(self, values)
+                kept(self, values, parts)
             page[0] += time.thread_time() - before
 
-        host.SummaryFile._write_report = timed  # type: ignore[method-assign]
+        SummaryFile._write_report = timed  # type: ignore[method-assign]
         try:
             before = time.process_time()
             if run_job(config, engine_factory=factory):
                 raise SystemExit("the job failed")
             driver = time.process_time() - before
         finally:
-            host.SummaryFile._write_report = kept  # type: ignore[method-assign]
+            SummaryFile._write_report = kept  # type: ignore[method-assign]
         worker = json.loads((folder.output / WORKER).read_text())
         seconds = folder.summary()["sessions"][-1]["seconds"]
         return {"wall": seconds, "cpu": driver + worker["cpu"], "guards": worker["guards"], "page": page[0]}

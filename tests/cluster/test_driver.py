@@ -142,6 +142,18 @@ def test_check_ends_with_two_where_the_job_could_not_run(folder: JobFolder, caps
     assert before == sorted(path for path in folder.output.rglob("*") if path.is_file())
 
 
+@pytest.mark.parametrize("changes", [{}, {"overwrite": True}])
+def test_a_parquet_file_of_another_name_is_refused_and_stays(folder: JobFolder, changes: dict[str, Any]) -> None:
+    prompts = folder.write_prompts(16)
+    assert folder.run(prompts, shard_rows=8) == 0
+    copy = folder.parts[0].with_name("train-0000000 (copy).parquet")
+    copy.write_bytes(folder.parts[0].read_bytes())
+    with pytest.raises(UserError, match=r"data/train-0000000 \(copy\)\.parquet is no part of a run; take it out"):
+        folder.run(prompts, shard_rows=8, **changes)
+    copy.rename(folder.output / "copy.parquet")
+    assert folder.run(prompts, shard_rows=8, **changes) == 0
+
+
 def test_the_same_command_resumes_and_what_may_change_may_change(folder: JobFolder) -> None:
     prompts = folder.write_prompts(60, {11: NAN, 35: NAN})
     assert folder.run(prompts, limit=20, shard_rows=8, max_failed=1.0) == 0

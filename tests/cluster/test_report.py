@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.driver.host import SummaryFile
 from cluster.errors import UserError
 from cluster.messages import ShardRecord
-from cluster.output import report
 from cluster.output.charts import histogram, rate_chart, span, timeline
 from cluster.output.examples import shorten
 from cluster.output.history import MAX_POINTS, History
-from cluster.output.report import Report, rebuild
+from cluster.output.report import Report, rebuild, verdict
 from cluster.output.sink import length_bins
 from cluster.output.storage import Store
 from cluster.output.summary import Tally
@@ -71,7 +69,7 @@ def finished(tmp_path: Path) -> FinishedRun:
 
 
 def page(run: FinishedRun, **changes: Any) -> Tags:
-    return Tags(Report(run.store, run.tally).render(run.summary(**changes)))
+    return Tags(Report(run.store).render(run.summary(**changes), run.tally.parts()))
 
 
 def test_the_page_tells_the_counts_and_shows_examples(finished: FinishedRun) -> None:
@@ -132,7 +130,7 @@ def test_settings_are_flags_and_the_audit_is_in_words(finished: FinishedRun) -> 
 )
 def test_how_a_run_stands(counts: tuple[int, int, int], tone: str, sentence: str) -> None:
     rows = dict(zip(("done", "failed", "quarantined"), counts, strict=True)) | {"total": counts[0]}
-    assert report.verdict({"rows": rows, "state": "done", "sessions": [{"exit_code": 0}]}) == (tone, sentence)
+    assert verdict({"rows": rows, "state": "done", "sessions": [{"exit_code": 0}]}) == (tone, sentence)
 
 
 def test_hostile_text_stays_text_wherever_it_comes_from(tmp_path: Path) -> None:
@@ -208,7 +206,7 @@ def test_the_page_of_a_huge_run_is_small(tmp_path: Path) -> None:
     run.tally = huge_tally(10_000, 300)
     values = run.summary(missing_shards=", ".join(str(i) for i in range(0, 10_000, 2)))
     values["history"] = [[i, i, i * i] for i in range(MAX_POINTS)]
-    assert len(Report(run.store, run.tally).render(values)) < 600_000
+    assert len(Report(run.store).render(values, run.tally.parts())) < 600_000
 
 
 def huge_tally(num_shards: int, num_workers: int) -> Tally:
@@ -231,41 +229,6 @@ def huge_tally(num_shards: int, num_workers: int) -> Tally:
             fresh=True,
         )  # fmt: skip
     return tally
-
-
-def test_a_page_that_cannot_be_made_is_one_line_and_the_summary_stays(
-    finished: FinishedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished.fill()
-    said: list[str] = []
-    summary = SummaryFile(finished.store, finished.tally, 96, said.append)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no page today")
-
-    monkeypatch.setattr(report.Report, "write", fail)
-    summary.write("done", 0)
-    assert said == ["report.html could not be made (RuntimeError: no page today); the results are not concerned."]
-    assert finished.store.exists("summary.json")
-
-
-def test_a_slow_store_gets_fewer_pages(finished: FinishedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    finished.fill()
-    now = 0.0
-    pages: list[float] = []
-
-    def write(*_: Any) -> None:
-        nonlocal now
-        pages.append(now)
-        now += 2.0
-
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    monkeypatch.setattr(report.Report, "write", write)
-    summary = SummaryFile(finished.store, finished.tally, 96, print)
-    while now < 1000:
-        now += 10
-        summary.write("running")
-    assert 4 <= len(pages) <= 6  # 2 s each, at most a hundredth of the time, and one at once
 
 
 def test_the_history_is_bounded_even_and_ends_with_now() -> None:

@@ -58,18 +58,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     good.fill(
         errors={3: ("too_long", "The prompt has 9,000 tokens, the model takes 4,096."), 70: ("nan_logits", "NaN.")}
     )
-    Report(good.store, good.tally).write(good.summary(audit=AUDIT))
+    Report(good.store).write(good.summary(audit=AUDIT), good.tally.parts())
     bad = FinishedRun(root / "bad", num_shards=3, model=HOSTILE[1], prompts=HOSTILE[2], system_prompt=HOSTILE[0])
     for index in range(3):
         texts = {index * 8 + i: text for i, text in enumerate(HOSTILE[index * 3 :][:8])}
         bad.add_part(index, texts, {index * 8 + 2: (HOSTILE[3], HOSTILE[index])}, column=HOSTILE[index])
     first = {HOSTILE[8]: {"row_id": 0, "error": HOSTILE[4]}}
-    Report(bad.store, bad.tally).write(
-        bad.summary(
-            flags={HOSTILE[8]: 3}, audit=AUDIT | {"error": HOSTILE[1]},
-            preflight=PREFLIGHT | {"failed_by_kind": {HOSTILE[8]: 1}, "first_failed": first},
-        )
+    summary = bad.summary(
+        flags={HOSTILE[8]: 3}, audit=AUDIT | {"error": HOSTILE[1]},
+        preflight=PREFLIGHT | {"failed_by_kind": {HOSTILE[8]: 1}, "first_failed": first},
     )  # fmt: skip
+    Report(bad.store).write(summary, bad.tally.parts())
     naked = root / "naked.html"
     naked.write_text((root / "bad/report.html").read_text().replace(POLICY, "x-none"))
     return {"good": root / "good/report.html", "bad": root / "bad/report.html", "naked": naked}
