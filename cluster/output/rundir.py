@@ -101,7 +101,7 @@ class RunDir:
             )
 
     def require_own_data(self) -> None:
-        """``UserError`` if ``data/`` holds a Parquet file that is no part: readers of the folder would take it for one."""
+        """``UserError`` for a Parquet file in ``data/`` that is no part: readers would take it for one."""
         for name in self.store.names(DATA):
             if name.endswith(".parquet") and not name.startswith(".") and part_index(name) is None:
                 raise UserError(f"{self.store.path(DATA)}/{name} is no part of a run; take it out of the folder.")
