@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,6 @@ class SummaryFile:
         self._history = History()
         self._report = Report(store)
         self._report_due = 0.0
-        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="summary")
         self._refresh: Future[None] | None = None
         self._started, self._begin = time.time(), time.monotonic()
         self._seconds: float | None = None
@@ -75,7 +76,7 @@ class SummaryFile:
         # Made here, as bytes: what the tally holds goes on changing.
         data = summary_json(self._values(RUNNING) | {"live": self.live})
         is_due = time.monotonic() - self._begin >= self._report_due
-        self._refresh = self._publisher.submit(self._publish, data, self._tally.parts() if is_due else None)
+        self._refresh = _beside(partial(self._publish, data, self._tally.parts() if is_due else None))
 
     def settle(self) -> None:
         """Wait for the refresh under way, which must not overwrite what is published next."""
@@ -133,6 +134,22 @@ class SummaryFile:
         now = time.monotonic()
         # A slow store or a huge run gets fewer pages, not a slower job.
         self._report_due = now - self._begin + max(REPORT_S, (now - before) / REPORT_SHARE)
+
+
+def _beside(call: Callable[[], None]) -> Future[None]:
+    """Run in a thread that the end of the process does not wait for, as it does for those of a pool."""
+    future: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=work, name="summary", daemon=True).start()
+    return future
 
 
 def _utc(seconds: float) -> str:
