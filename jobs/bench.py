@@ -281,7 +281,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _engine_that_answers(args: argparse.Namespace) -> tuple[Engine, list[Question]]:
     model = args.model or reference_models.path("fast_dllm_v2")
     engine = Engine.from_pretrained(model, device=args.device, dtype=args.dtype, backend=args.backend)
-    return engine, read_questions(engine, args.prompt_file, args.prompts)
+    questions = read_questions(engine, args.prompt_file, args.prompts)
+    args.prompts = len(questions)  # there may be fewer; the report tells what was measured
+    return engine, questions
 
 
 def _random_engines(args: argparse.Namespace, deadline: float) -> Iterator[tuple[str, Engine]]:

@@ -22,13 +22,17 @@ def run_bench(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=False)
 
 
-def test_the_last_line_is_json_with_all_modes() -> None:
+def test_the_last_line_is_json_with_all_modes(tmp_path: Path) -> None:
+    lines = (ROOT / "jobs" / "prompts.jsonl").read_text().splitlines()
+    (tmp_path / "two.jsonl").write_text("\n".join(lines[:2]))
     done = run_bench(
-        "--size", "model", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "96", "--delta-time", "0.1"
-    )
+        "--size", "model", "--prompts", "500", "--prompt-file", str(tmp_path / "two.jsonl"), "--repeats", "1",
+        "--max-new-tokens", "96", "--delta-time", "0.1",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     (part,) = report["parts"]
+    assert part["settings"]["prompts"] == 2  # those that were there
     rows = {row["name"]: row for row in part["records"]}
     assert rows["spiffy"]["agreement"] == 1.0
     assert rows["vanilla"]["accuracy"] == 1.0

@@ -7,6 +7,8 @@ from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
+import pytest
+
 from cluster.config import flag_fields
 from cluster.evaluation.settings import EvaluationConfig
 from jobs.calibrate import calibrate
@@ -32,3 +34,10 @@ def test_no_flag_is_mentioned_that_does_not_exist() -> None:
     names = {f.name for f in (*flag_fields(), *fields(EvaluationConfig))} | set(signature(calibrate).parameters)
     flags = {f"--{name.replace('_', '-')}" for name in names | {"config", "working_dir"}}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= flags
+
+
+def test_the_library_example_answers_right(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    assert code is not None
+    exec(code[1], {})
+    assert "The answer is 24. stop" in capsys.readouterr().out
