@@ -23,6 +23,7 @@ from cluster.driver.signals import Interrupted, StopSignals
 from cluster.driver.views import open_view
 from cluster.errors import UserError
 from cluster.flags import as_flags
+from cluster.graph_file import notes_on_graph
 from cluster.input.schema import carried_schema
 from cluster.input.shards import InputSource
 from cluster.input.source import open_input
@@ -157,7 +158,8 @@ def _check(config: JobConfig, signals: StopSignals) -> int:
         [footprint] = helpers("check model", rows)(partial(measure_model, settled), [model])
         workers = worker_count(settled, None)
     records, standing, refusal = _look_back(RunDir(store), existing, settled, model, source)
-    plan = JobPlan(settled, workers, footprint, earlier_run(store, records), standing)
+    notes = notes_on_graph(settled.draft_graph_text, model)
+    plan = JobPlan(settled, workers, footprint, earlier_run(store, records), standing, notes)
     console = Console()
     for line in full_report(found, plan):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

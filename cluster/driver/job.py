@@ -28,6 +28,7 @@ from cluster.driver.signals import Interrupted, StopSignals
 from cluster.driver.summary_file import SummaryFile
 from cluster.driver.views import View
 from cluster.errors import UserError
+from cluster.graph_file import notes_on_graph
 from cluster.input.schema import Map, carried_schema
 from cluster.input.shards import InputSource
 from cluster.messages import WorkerPlan
@@ -161,7 +162,8 @@ class Job:
         run = self._helpers("check rows")
         found = check_rows(self._source, config, self._model, schema, rows, run)
         self._view.say(short_report(found, config, self._num_rows))
-        for line in found.report()[0 if found.num_failed else 1 :]:
+        notes = notes_on_graph(config.draft_graph_text, self._model)
+        for line in [*found.report()[0 if found.num_failed else 1 :], *notes]:
             self._view.say(line)
         if found.rows == found.num_failed and found.rows == (self._num_rows or found.rows):
             raise UserError(f"no row can be decoded: {found.first_problem()}")

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import orjson
 
 from cluster.config import JobConfig
-from cluster.models import ModelRef
+from cluster.models import ModelRef, pinned
 from cluster.worker.guards import GUARDS_VERSION
 
 Settings = TypeVar("Settings", bound=JobConfig)
@@ -36,8 +36,8 @@ def run_identity(config: JobConfig, model: ModelRef) -> dict[str, Any]:
     """The identity of a resolved job, but for the device kind, which the first worker tells."""
     from specfold import ENGINE_VERSION
 
-    pinned = f"{model.repo}@{model.commit}" if model.commit else model.content_hash
-    return config.identity() | {"model": pinned, "engine": ENGINE_VERSION, "guards": GUARDS_VERSION} | token_versions()
+    versions = {"engine": ENGINE_VERSION, "guards": GUARDS_VERSION} | token_versions()
+    return config.identity() | {"model": pinned(model)} | versions
 
 
 def identity_hash(identity: dict[str, Any]) -> str:
