@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from cluster.config import Int, JobConfig
+from cluster.config import JobConfig
 from cluster.errors import UserError
 from cluster.evaluation.task import Task
-from cluster.flags import flag
+from cluster.flags import Int, Text, flag
 
 _GROUP = Group("Evaluation", sort_key=0)
 _BY_TASK = {
@@ -32,12 +32,12 @@ COLUMNS = ("id", "reference")
 class EvaluationConfig:
     """The flags that only an evaluation has."""
 
-    tasks: Annotated[str, Parameter(group=_GROUP)] = ""
+    tasks: Annotated[Text, Parameter(group=_GROUP)] = ""
     """Tasks by name (gsm8k, math500, humaneval, mbpp, ifeval) or as YAML files, with commas between them."""
-    compare: Annotated[str | None, Parameter(group=_GROUP)] = None
+    compare: Annotated[Text | None, Parameter(group=_GROUP)] = None
     """Variants to hold against the first of them, such as vanilla,specfold:0.1,vanilla@0.1: a mode, then :delta,
     @delta-time, +cache."""
-    task_data: Annotated[str | None, Parameter(group=_GROUP)] = None
+    task_data: Annotated[Text | None, Parameter(group=_GROUP)] = None
     """Where the tasks' rows are: a folder, a file or a hub id; left out: each task's own hub id."""
     fewshot: Annotated[Int | None, Parameter(group=_GROUP)] = None
     """Worked examples before each question; left out: what the task says."""
