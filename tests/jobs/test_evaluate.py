@@ -209,6 +209,9 @@ def settings(folder: Folder) -> tuple[JobConfig, EvaluationConfig, set[str]]:
     ("args", "sentence"),
     [
         ([], "--tasks names the tasks, such as gsm8k,humaneval; it is missing."),
+        (["--tasks", ""], "Invalid value for --tasks: it must not be empty."),
+        (["--tasks", "gsm8k", "--task-data", ""], "Invalid value for --task-data: it must not be empty."),
+        (["--tasks", "gsm8k", "--compare", "vanilla,specfold", "--mode", "spiffy"], "--mode has no effect beside "),
         (["--tasks", "gsm9k"], "There is no task gsm9k; the bundled ones are gsm8k, "),
         (["--tasks", "gsm8k,gsm8k"], "--tasks has gsm8k twice."),
         (["--tasks", "gsm8k", "--prompts", "p.jsonl"], "--prompts has no meaning in an evaluation: "),
