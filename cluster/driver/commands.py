@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from rich.console import Console
 
 from cluster.config import JobConfig, default_shard_rows
+from cluster.config_checks import check_parts
 from cluster.driver.check import check_rows
 from cluster.driver.choices import with_kept
 from cluster.driver.events import Event, Wake
@@ -150,6 +151,7 @@ def _check(config: JobConfig, signals: StopSignals) -> int:
         rows = limited(source.count(), config.limit)
         shard_rows = config.shard_rows or (existing.shard_rows if existing else default_shard_rows(rows))
         settled = resolve(config, choose_device(config), shard_rows)
+        check_parts(settled, rows)
         if existing:
             settled = with_kept(settled, existing)
         carried = carried_schema(source, settled, helpers("column types", source.count()))

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.config import JobConfig, default_shard_rows
+from cluster.config_checks import check_parts
 from cluster.driver.audit import Audit
 from cluster.driver.check import check_rows, rows_to_check
 from cluster.driver.choices import choose_by_first_rows, is_open, with_kept
@@ -114,6 +115,7 @@ class Job:
             existing.shard_rows if existing else default_shard_rows(self._num_rows)
         )
         config = resolve(self._config, choose_device(self._config), shard_rows)
+        check_parts(config, self._num_rows)
         told: dict[str, Any] = {}
         if is_open(config):
             config, told = (with_kept(config, existing), {}) if existing else self._choose(config)

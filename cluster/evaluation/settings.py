@@ -25,6 +25,8 @@ _BY_TASK = {
     "check": "give a task's items.jsonl to jobs/generate.py --check instead",
 }
 """Settings of the main job that have no meaning here, and why."""
+_MOST_GRADING_WORKERS = 1024
+"""All of them are processes of this machine."""
 COLUMNS = ("id", "reference")
 
 
@@ -54,8 +56,9 @@ class EvaluationConfig:
             raise UserError(f"--tasks has {twice} twice.")
         if self.fewshot is not None and self.fewshot < 0:
             raise UserError(f"--fewshot must be 0 or more, not {self.fewshot}.")
-        if self.grading_workers is not None and self.grading_workers < 1:
-            raise UserError(f"--grading-workers must be at least 1, not {self.grading_workers}.")
+        workers = self.grading_workers
+        if workers is not None and not 1 <= workers <= _MOST_GRADING_WORKERS:
+            raise UserError(f"--grading-workers must be between 1 and {_MOST_GRADING_WORKERS}, not {workers}.")
 
     @property
     def task_names(self) -> list[str]:

@@ -112,6 +112,14 @@ def test_a_setting_that_the_engine_refuses_is_one_sentence(folder: JobFolder) ->
     assert caught.value.exit_code == 2
 
 
+def test_a_part_too_large_for_a_worker_is_refused_by_check_and_job(folder: JobFolder) -> None:
+    config = folder.config(folder.write_prompts(105), num_samples=10_000, shard_rows=500)
+    for command in (check_job, run_job):
+        with pytest.raises(UserError, match=r"give --shard-rows 104 or less\.$"):
+            command(config)
+    assert not (folder.output / "run.json").exists()
+
+
 def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = folder.write_prompts(10, {1: "broken", 2: "broken", 4: '{"prompt_token_ids": [], "id": "row-0"}'})
     folder.write_weights()

@@ -217,6 +217,7 @@ def settings(folder: Folder) -> tuple[JobConfig, EvaluationConfig, set[str]]:
         (["--tasks", "gsm8k", "--prompts", "p.jsonl"], "--prompts has no meaning in an evaluation: "),
         (["--tasks", "gsm8k", "--check"], "--check has no meaning in an evaluation: "),
         (["--tasks", "gsm8k", "--fewshot", "-1"], "--fewshot must be 0 or more, not -1."),
+        (["--tasks", "gsm8k", "--grading-workers", "9999"], "--grading-workers must be between 1 and 1024, not 9999."),
         (["--tasks", "gsm8k", "--comparee", "x"], "Unknown option: --comparee. Did you mean --compare?"),
         (["--tasks", "gsm8k", "--compare", "vanilla"], "--compare takes at least two variants"),
         (["--tasks", "humaneval", "--task-data", "DATA"], "Grading humaneval runs code that a model wrote; "),
