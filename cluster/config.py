@@ -29,6 +29,7 @@ from cluster.flags import (
     Text,
     as_flags,
 )
+from cluster.graph_file import require_graph
 from specfold.config import AUTO, ConfigError, DecodeConfig, FfnGate, Mode
 from specfold.reference_models import NAMES
 
@@ -195,7 +196,8 @@ class JobConfig:
         values = {f.name: getattr(self, f.name) for f in fields(DecodeConfig)}
         file = None if self.draft_graph == AUTO_GRAPH else self.draft_graph
         drafts = self.drafts if self.chosen_drafts is None else self.chosen_drafts
-        return DecodeConfig(**values | {"draft_graph": self.draft_graph_text or file, "drafts": drafts})
+        graph = file if self.draft_graph_text is None else self.draft_graph_text
+        return DecodeConfig(**values | {"draft_graph": graph, "drafts": drafts})
 
     @property
     def tokens_follow_drafts(self) -> bool:
@@ -233,10 +235,13 @@ class JobConfig:
         return values | {name: without_secrets(values[name]) for name in ("model", "prompts", "output")}
 
     def with_files(self) -> Self:
-        """The same settings with the chat template and the draft graph read from their files."""
+        """The same settings with the chat template and the draft graph read from their files. Raises ``UserError``."""
         template = None if self.chat_template in ("auto", "none") else _read(self.chat_template, "--chat-template")
         graph = None if self.draft_graph in (None, AUTO_GRAPH) else _read(str(self.draft_graph), "--draft-graph")
-        return replace(self, chat_template_text=template, draft_graph_text=graph)
+        config = replace(self, chat_template_text=template, draft_graph_text=graph)
+        if graph is not None:
+            require_graph(graph, str(self.draft_graph), config.decode)
+        return config
 
 
 def default_shard_rows(num_rows: int | None) -> int:

@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 AUTO_GRAPH = "auto"
 """``--draft-graph`` that is made from the job's own rows."""
 
+MOST = {"num_samples": 10_000, "workers": 10_000, "batch_size": 65_536}
+"""Far above what is of use, and measured to work: a million rows at once, or as many CPUs of a local Ray, do not."""
+MOST_OUTPUTS = 2**20
+"""Of one part, where rows have several samples: a worker holds a part in memory, and short outputs took 2.5 GB so."""
+
 
 def check_numbers(config: JobConfig) -> None:
     """Counts, shares and times."""
     for name in ("limit", "num_samples", "workers", "batch_size", "shard_rows"):
         value = getattr(config, name)
         _require(value is None or value >= 1, f"{flag(name)} must be at least 1, not {value}.")
+        most = MOST.get(name)
+        _require(not most or value is None or value <= most, f"{flag(name)} must be at most {most}, not {value}.")
     _require(0 <= config.max_failed <= 1, f"--max-failed is a share between 0 and 1, not {config.max_failed}.")
     _require(config.audit >= 0, f"--audit must be 0 (off) or a number of rows, not {config.audit}.")
     _require(config.stall_timeout > 0, f"--stall-timeout must be above 0 seconds, not {config.stall_timeout}.")
@@ -69,6 +76,16 @@ def check_combinations(config: JobConfig) -> None:
     )
     _require(bool(config.model), "--model must not be empty.")
     _require(bool(config.prompts), "--prompts must not be empty.")
+
+
+def check_parts(config: JobConfig, num_rows: int | None) -> None:
+    """Whether a worker can hold a part; ``config`` is settled, ``num_rows`` those of the job, None for a stream."""
+    samples, rows = config.num_samples, min(config.shard_rows or 1, num_rows or MOST_OUTPUTS)
+    _require(
+        samples == 1 or rows * samples <= MOST_OUTPUTS,
+        f"--num-samples {samples} makes {rows * samples:,} outputs of a part's {rows:,} rows, more than "
+        f"{MOST_OUTPUTS:,}; give --shard-rows {MOST_OUTPUTS // samples} or less.",
+    )
 
 
 def _require(ok: bool, message: str) -> None:

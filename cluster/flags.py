@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
@@ -38,6 +39,11 @@ def _not_empty(hint: Any, tokens: tuple[Token, ...]) -> str:
     return tokens[0].value
 
 
+def _file(hint: Any, tokens: tuple[Token, ...]) -> Path:
+    """An empty path would be the current folder."""
+    return Path(_not_empty(hint, tokens))
+
+
 def _group(name: str, order: int) -> Group:
     return Group(name, sort_key=order)
 
@@ -48,6 +54,7 @@ DECODING, SAMPLING, RUNNING = _group("Decoding", 4), _group("Sampling", 5), _gro
 Int = Annotated[int, Parameter(converter=_whole, negative=())]
 IntOrAuto = Annotated[int | Literal["auto"], Parameter(converter=_whole_or_auto, negative=())]
 Text = Annotated[str, Parameter(converter=_not_empty)]
+File = Annotated[Path, Parameter(converter=_file)]
 Flag = Parameter(negative=())
 HIDDEN = Parameter(parse=False, show=False)
 """Marks a setting that is no flag."""

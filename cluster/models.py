@@ -43,6 +43,11 @@ def resolve_model(model: str, revision: str | None = None) -> ModelRef:
     return ModelRef(model, repo=model, commit=_commit(model, revision))
 
 
+def pinned(ref: ModelRef) -> str | None:
+    """What tells its content from any other's."""
+    return f"{ref.repo}@{ref.commit}" if ref.commit else ref.content_hash
+
+
 def local_folder(ref: ModelRef) -> str:
     """The model's folder on this node; a hub model is downloaded once per node under a file lock."""
     if ref.path is not None:

@@ -20,8 +20,8 @@ if sys.path and Path(sys.path[0]).resolve() == HERE:
 
 from cyclopts import Group, Parameter  # noqa: E402
 
-from cluster.config import Int  # noqa: E402
 from cluster.errors import UserError  # noqa: E402
+from cluster.flags import File, Int, Text  # noqa: E402
 from cluster.input.rows import PreparedRow  # noqa: E402
 from cluster.input.sample import sample_rows  # noqa: E402
 from cluster.input.source import open_input  # noqa: E402
@@ -37,12 +37,12 @@ _GROUP = Parameter(group=Group("Calibration", sort_key=0))
 
 def calibrate(
     *,
-    save: Annotated[Path, _GROUP],
+    save: Annotated[File, _GROUP],
     rows: Annotated[Int, _GROUP] = 50,
     nodes: Annotated[Int, _GROUP] = 16,
     select: Annotated[Selection, _GROUP] = "forwards",
     compare: Annotated[Int, _GROUP] = 0,
-    compare_prompts: Annotated[str | None, _GROUP] = None,
+    compare_prompts: Annotated[Text | None, _GROUP] = None,
     config: Annotated[ToolConfig | None, Parameter(name="*")] = None,
 ) -> int:
     """Decode prompts step by step, see which draft formulas come true, and save the graph that pays most.

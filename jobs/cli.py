@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import yaml
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
 from cyclopts.config import Dict
 
 from cluster.config import BUNDLED_PROMPTS, JobConfig, flag_fields
 from cluster.errors import UserError
+from cluster.strict_yaml import read_yaml
 
 HELP = """Generate outputs for a file of prompts, on this machine or on a Ray cluster.
 
@@ -157,11 +157,12 @@ def _config_file(argv: Sequence[str]) -> Path | None:
 def _read_yaml(file: Path, known: Collection[str]) -> dict[str, Any]:
     """The file's settings by flag name; ``known``: in snake case. Raises ``UserError`` for what cannot be a setting."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--config {file} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, or 2020-13-45: ValueError
-        raise UserError(f"--config {file} is not valid YAML: {' '.join(str(error).split())}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config {file} is not UTF-8 text.") from None
+    values = read_yaml(text, f"--config {file}") or {}
     if not isinstance(values, dict):
         raise UserError(f"--config {file} must hold flags as keys, one a line, such as delta: 0.1.")
     flags = [name.replace("_", "-") for name in known]
@@ -189,5 +190,8 @@ def _setting(file: Path, name: str, value: Any) -> Any:
 
 
 def one_line(error: CycloptsError) -> str:
+    # The library's sentence is that of a flag without its value, also where the flag itself is missing.
+    if isinstance(error, MissingArgumentError) and error.argument and not error.keyword and not error.argument.tokens:
+        return f"{error.argument.name} is missing."
     message = " ".join(str(error).split())
     return message.replace("Unused Tokens:", "Unexpected arguments")

@@ -31,6 +31,7 @@ from cluster.words import count  # noqa: E402
 def main(argv: list[str]) -> int:
     args = _arguments(argv)
     try:
+        _check(args)
         a, b = open_run(args.a), open_run(args.b)
         settings, rows = compare_settings(a, b), compare_rows(a, b, args.examples).to_dict()
     except UserError as error:
@@ -48,6 +49,13 @@ def main(argv: list[str]) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     print(json.dumps({"a": a.store.url, "b": b.store.url, "settings": settings, "totals": totals, "rows": rows}))
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not args.a.strip() or not args.b.strip():
+        raise UserError("A run's folder or URL must not be empty.")
+    if args.examples < 0:
+        raise UserError(f"--examples must be 0 or more, not {args.examples}.")
 
 
 def describe_rows(rows: dict[str, Any]) -> list[str]:

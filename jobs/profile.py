@@ -21,8 +21,8 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 from cyclopts import Group, Parameter  # noqa: E402
 
-from cluster.config import Int  # noqa: E402
 from cluster.errors import UserError  # noqa: E402
+from cluster.flags import File, Int, Text  # noqa: E402
 from cluster.input.sample import sample_answers, sample_rows  # noqa: E402
 from cluster.input.source import open_input  # noqa: E402
 from jobs.tools import ToolConfig, fixed_drafts, load_engine, run_tool, settle, write_whole  # noqa: E402
@@ -49,12 +49,12 @@ _SHOWN = (
 
 def profile(
     *,
-    save: Annotated[Path, _GROUP],
+    save: Annotated[File, _GROUP],
     rows: Annotated[Int, _GROUP] = 16,
     deltas: Annotated[tuple[float, ...], _GROUP] = DELTAS,
     delta_times: Annotated[tuple[float, ...], _GROUP] = DELTA_TIMES,
     draft_counts: Annotated[tuple[Int, ...] | None, _GROUP] = None,
-    answer_column: Annotated[str | None, _GROUP] = None,
+    answer_column: Annotated[Text | None, _GROUP] = None,
     repeats: Annotated[Int, _GROUP] = 1,
     config: Annotated[ToolConfig | None, Parameter(name="*")] = None,
 ) -> int:

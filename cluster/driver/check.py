@@ -43,6 +43,8 @@ class RowCheck:
     """The most tokens that one sample of each of these rows may bring."""
     with_stop: int = 0
     """Rows whose prompt holds a stop token, most often the chat template's own."""
+    same_samples: int = 0
+    """Rows of which several samples are wanted, but at temperature 0, where all are the same."""
 
     def add(self, other: RowCheck) -> None:
         self.rows += other.rows
@@ -54,6 +56,7 @@ class RowCheck:
         self.lengths.update(other.lengths)
         self.new_tokens += other.new_tokens
         self.with_stop += other.with_stop
+        self.same_samples += other.same_samples
 
     @property
     def num_failed(self) -> int:
@@ -70,12 +73,16 @@ class RowCheck:
 
     @property
     def warnings(self) -> list[str]:
-        """Equal ids or prompts: they are all run, but may be a mistake."""
-        return [
+        """What is run, but may be a mistake: equal ids, equal prompts, equal samples."""
+        repeated = [
             f"Warning: {count(n, 'row')} {verb(n, 'repeats', 'repeat')} the {name} of an earlier row; all are run."
             for name, n in (("id", self.repeated_ids), ("prompt", self.repeated_prompts))
             if n
         ]
+        if not self.same_samples:
+            return repeated
+        rows = f"{count(self.same_samples, 'row')} {verb(self.same_samples, 'has', 'have')}"
+        return [*repeated, f"Warning: {rows} temperature 0, where all samples are the same; all are run."]
 
     def first_problem(self) -> str:
         """The first bad row, in words."""
@@ -115,6 +122,8 @@ def check_shard(config: JobConfig, model: ModelRef, carried: pa.Schema, raw: Raw
             result.lengths[len(prompt)] += 1
             result.new_tokens += config.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
             result.with_stop += not stops.isdisjoint(prompt)
+            temperature = config.temperature if row.temperature is None else row.temperature
+            result.same_samples += config.num_samples > 1 and temperature == 0
         else:
             result.failed[row.error_kind] += 1
             result.first.setdefault(row.error_kind, (row.row_id, row.error or ""))

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from rich.console import Console
 
 from cluster.config import JobConfig, default_shard_rows
+from cluster.config_checks import check_parts
 from cluster.driver.check import check_rows
 from cluster.driver.choices import with_kept
 from cluster.driver.events import Event, Wake
@@ -23,6 +24,7 @@ from cluster.driver.signals import Interrupted, StopSignals
 from cluster.driver.views import open_view
 from cluster.errors import UserError
 from cluster.flags import as_flags
+from cluster.graph_file import notes_on_graph
 from cluster.input.schema import carried_schema
 from cluster.input.shards import InputSource
 from cluster.input.source import open_input
@@ -149,6 +151,7 @@ def _check(config: JobConfig, signals: StopSignals) -> int:
         rows = limited(source.count(), config.limit)
         shard_rows = config.shard_rows or (existing.shard_rows if existing else default_shard_rows(rows))
         settled = resolve(config, choose_device(config), shard_rows)
+        check_parts(settled, rows)
         if existing:
             settled = with_kept(settled, existing)
         carried = carried_schema(source, settled, helpers("column types", source.count()))
@@ -157,7 +160,8 @@ def _check(config: JobConfig, signals: StopSignals) -> int:
         [footprint] = helpers("check model", rows)(partial(measure_model, settled), [model])
         workers = worker_count(settled, None)
     records, standing, refusal = _look_back(RunDir(store), existing, settled, model, source)
-    plan = JobPlan(settled, workers, footprint, earlier_run(store, records), standing)
+    notes = notes_on_graph(settled.draft_graph_text, model)
+    plan = JobPlan(settled, workers, footprint, earlier_run(store, records), standing, notes)
     console = Console()
     for line in full_report(found, plan):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.config import JobConfig, default_shard_rows
+from cluster.config_checks import check_parts
 from cluster.driver.audit import Audit
 from cluster.driver.check import check_rows, rows_to_check
 from cluster.driver.choices import choose_by_first_rows, is_open, with_kept
@@ -28,6 +29,7 @@ from cluster.driver.signals import Interrupted, StopSignals
 from cluster.driver.summary_file import SummaryFile
 from cluster.driver.views import View
 from cluster.errors import UserError
+from cluster.graph_file import notes_on_graph
 from cluster.input.schema import Map, carried_schema
 from cluster.input.shards import InputSource
 from cluster.messages import WorkerPlan
@@ -113,6 +115,7 @@ class Job:
             existing.shard_rows if existing else default_shard_rows(self._num_rows)
         )
         config = resolve(self._config, choose_device(self._config), shard_rows)
+        check_parts(config, self._num_rows)
         told: dict[str, Any] = {}
         if is_open(config):
             config, told = (with_kept(config, existing), {}) if existing else self._choose(config)
@@ -161,7 +164,8 @@ class Job:
         run = self._helpers("check rows")
         found = check_rows(self._source, config, self._model, schema, rows, run)
         self._view.say(short_report(found, config, self._num_rows))
-        for line in found.report()[0 if found.num_failed else 1 :]:
+        notes = notes_on_graph(config.draft_graph_text, self._model)
+        for line in [*found.report()[0 if found.num_failed else 1 :], *notes]:
             self._view.say(line)
         if found.rows == found.num_failed and found.rows == (self._num_rows or found.rows):
             raise UserError(f"no row can be decoded: {found.first_problem()}")

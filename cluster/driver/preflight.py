@@ -49,6 +49,8 @@ class JobPlan:
     """The output folder's run."""
     standing: int = 0
     """Rows of that run that the job would keep."""
+    notes: Sequence[str] = ()
+    """Lines on what may be a mistake."""
 
 
 def earlier_run(store: Store, records: Sequence[ShardRecord]) -> EarlierRun | None:
@@ -74,7 +76,7 @@ def _covered(records: Sequence[ShardRecord]) -> float:
 
 def full_report(found: RowCheck, plan: JobPlan) -> list[str]:
     """All lines of ``--check``."""
-    lines = [*found.report(), ""]
+    lines = [*found.report(), *plan.notes, ""]
     if found.lengths:
         lines += [*_histogram(found.lengths), ""]
     sections = [

@@ -20,7 +20,7 @@ from cluster.evaluation.pool import grade
 from cluster.evaluation.records import Item, Output
 from cluster.evaluation.settings import EvaluationConfig, run_config
 from cluster.evaluation.task import Task, load_task
-from cluster.evaluation.variants import Variant, parse_variants
+from cluster.evaluation.variants import Variant, parse_variants, require_effect
 from cluster.input.templates import chat_template_of
 from cluster.models import local_folder, resolve_model
 from cluster.output.rundir import RUN
@@ -80,6 +80,7 @@ def make_plan(config: JobConfig, evaluation: EvaluationConfig, given: Set[str]) 
     """Load the tasks and settle every run's settings. Raises ``UserError`` for whatever can be known to go wrong."""
     store = Store(config.output)
     variants = parse_variants(evaluation.compare, config)
+    require_effect(evaluation.compare, given)
     with mistakes_of_place():
         store.require_writable()
         _require_ours(store)

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from cluster.config import Int, JobConfig
+from cluster.config import JobConfig
 from cluster.errors import UserError
 from cluster.evaluation.task import Task
-from cluster.flags import flag
+from cluster.flags import Int, Text, flag
 
 _GROUP = Group("Evaluation", sort_key=0)
 _BY_TASK = {
@@ -25,6 +25,8 @@ _BY_TASK = {
     "check": "give a task's items.jsonl to jobs/generate.py --check instead",
 }
 """Settings of the main job that have no meaning here, and why."""
+_MOST_GRADING_WORKERS = 1024
+"""All of them are processes of this machine."""
 COLUMNS = ("id", "reference")
 
 
@@ -32,12 +34,12 @@ COLUMNS = ("id", "reference")
 class EvaluationConfig:
     """The flags that only an evaluation has."""
 
-    tasks: Annotated[str, Parameter(group=_GROUP)] = ""
+    tasks: Annotated[Text, Parameter(group=_GROUP)] = ""
     """Tasks by name (gsm8k, math500, humaneval, mbpp, ifeval) or as YAML files, with commas between them."""
-    compare: Annotated[str | None, Parameter(group=_GROUP)] = None
+    compare: Annotated[Text | None, Parameter(group=_GROUP)] = None
     """Variants to hold against the first of them, such as vanilla,specfold:0.1,vanilla@0.1: a mode, then :delta,
     @delta-time, +cache."""
-    task_data: Annotated[str | None, Parameter(group=_GROUP)] = None
+    task_data: Annotated[Text | None, Parameter(group=_GROUP)] = None
     """Where the tasks' rows are: a folder, a file or a hub id; left out: each task's own hub id."""
     fewshot: Annotated[Int | None, Parameter(group=_GROUP)] = None
     """Worked examples before each question; left out: what the task says."""
@@ -54,8 +56,9 @@ class EvaluationConfig:
             raise UserError(f"--tasks has {twice} twice.")
         if self.fewshot is not None and self.fewshot < 0:
             raise UserError(f"--fewshot must be 0 or more, not {self.fewshot}.")
-        if self.grading_workers is not None and self.grading_workers < 1:
-            raise UserError(f"--grading-workers must be at least 1, not {self.grading_workers}.")
+        workers = self.grading_workers
+        if workers is not None and not 1 <= workers <= _MOST_GRADING_WORKERS:
+            raise UserError(f"--grading-workers must be between 1 and {_MOST_GRADING_WORKERS}, not {workers}.")
 
     @property
     def task_names(self) -> list[str]:

@@ -6,11 +6,11 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.errors import UserError
 from cluster.evaluation.graders import GRADERS
+from cluster.strict_yaml import read_yaml
 
 
 class _Part(BaseModel):
@@ -105,10 +105,7 @@ class TaskFile(_Part):
 
 def parse_task_file(text: str, path: Path) -> TaskFile:
     """Raises ``UserError``."""
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # 2020-13-45 is a ValueError
-        raise UserError(f"The task file {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    values = read_yaml(text, f"The task file {path}")
     if not isinstance(values, dict):
         raise UserError(f"The task file {path} holds no keys.")
     try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config import AUTO_GRAPH, JobConfig
 from cluster.errors import UserError
+from cluster.flags import flag
 from specfold.config import AUTO, DRAFTING, Mode
 
 MODES = Mode.__args__  # type: ignore[attr-defined]
@@ -57,6 +59,25 @@ def parse_variants(text: str | None, config: JobConfig) -> list[Variant]:
     if len(variants) < 2:
         raise UserError("--compare takes at least two variants, such as vanilla,specfold:0.1.")
     return variants
+
+
+def require_effect(text: str | None, given: Set[str]) -> None:
+    """``UserError`` for a flag that the variants of ``--compare`` decide. ``given``: names that the user has set."""
+    if text is None:
+        return
+    found = [match for part in text.split(",") if (match := _FORM.fullmatch(part.strip()))]
+    decided = {
+        "use_block_cache": "write +cache behind a variant that is to have it",
+        "mode": "every variant begins with its mode",
+    }
+    if all(match["delta"] is not None for match in found if match["mode"] == "specfold"):
+        decided["delta"] = "there is no specfold without a delta of its own"
+    # --refresh-every is refused without it, and holds for all variants.
+    if all(match["time"] is not None for match in found) and "refresh_every" not in given:
+        decided["delta_time"] = "every variant has its own"
+    for name, reason in decided.items():
+        if name in given:
+            raise UserError(f"{flag(name)} has no effect beside --compare: {reason}.")
 
 
 def _parse(text: str, config: JobConfig) -> Variant:

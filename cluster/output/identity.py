@@ -12,12 +12,14 @@ from typing import Any, Literal, TypeVar
 import orjson
 
 from cluster.config import JobConfig
-from cluster.models import ModelRef
+from cluster.models import ModelRef, pinned
 from cluster.worker.guards import GUARDS_VERSION
 
 Settings = TypeVar("Settings", bound=JobConfig)
 DEVICE = "device"
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers")
+_DEPENDENT = {"batch_size"}
+"""Counts with some other settings only: where one side has it and the other has not, those are what differs."""
 _RECORDED = ("ray", "pyarrow", "datasets", "numpy", "specfold")
 
 
@@ -36,8 +38,8 @@ def run_identity(config: JobConfig, model: ModelRef) -> dict[str, Any]:
     """The identity of a resolved job, but for the device kind, which the first worker tells."""
     from specfold import ENGINE_VERSION
 
-    pinned = f"{model.repo}@{model.commit}" if model.commit else model.content_hash
-    return config.identity() | {"model": pinned, "engine": ENGINE_VERSION, "guards": GUARDS_VERSION} | token_versions()
+    versions = {"engine": ENGINE_VERSION, "guards": GUARDS_VERSION} | token_versions()
+    return config.identity() | {"model": pinned(model)} | versions
 
 
 def identity_hash(identity: dict[str, Any]) -> str:
@@ -46,11 +48,9 @@ def identity_hash(identity: dict[str, Any]) -> str:
 
 def differences(run: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One text per differing key, as ``delta: 0.1 in the run, 0.2 now``."""
-    return [
-        f"{key}: {_show(run.get(key))} in the run, {_show(now.get(key))} now"
-        for key in sorted(run.keys() | now.keys())
-        if run.get(key) != now.get(key)
-    ]
+    keys = [key for key in sorted(run.keys() | now.keys()) if run.get(key) != now.get(key)]
+    told = [key for key in keys if key not in _DEPENDENT or (key in run and key in now)]
+    return [f"{key}: {_show(run.get(key))} in the run, {_show(now.get(key))} now" for key in told or keys]
 
 
 def token_versions() -> dict[str, str | None]:

@@ -11,7 +11,7 @@ from typing import Any
 from cluster.config import JobConfig, without_secrets
 from cluster.input.rows import PreparedRow
 from cluster.messages import RowKey
-from cluster.models import ModelRef
+from cluster.models import ModelRef, pinned
 from cluster.worker.requests import make_request
 from specfold.calibration import Selection, calibrated_graph
 from specfold.drafts import default_graph
@@ -66,10 +66,9 @@ def graph_origin(
     config: JobConfig, model: ModelRef, num_rows: int, selection: Selection, found: Trajectories
 ) -> dict[str, Any]:
     """Where a graph came from, as its file tells it."""
-    pinned = f"{model.repo}@{model.commit}" if model.commit else model.content_hash
     return {
         "model": model.name,
-        "content": pinned,
+        "content": pinned(model),
         "prompts": without_secrets(config.prompts),
         "rows": num_rows,
         "selection": selection,

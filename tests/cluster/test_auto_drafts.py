@@ -95,7 +95,7 @@ def test_overwrite_chooses_anew(run: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_other_settings_are_refused_by_name(run: Path) -> None:
     chosen = read(run)["config"]["chosen_drafts"]
     for settings, sentence in (
-        ({"drafts": 5}, rf"drafts: auto \({chosen}\) in the run, 5 now"),
+        ({"drafts": 5}, rf"settings \(drafts: auto \({chosen}\) in the run, 5 now\);"),
         ({"batch_size": 4}, "batch_size: 8 in the run, 4 now"),
     ):
         with pytest.raises(UserError, match=sentence):

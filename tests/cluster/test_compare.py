@@ -163,3 +163,15 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
     with pytest.raises(UserError, match=r"train-0000001\.parquet is not a whole Parquet file"):
         open_run(str(path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["a", "b", "--examples", "-1"], "--examples must be 0 or more, not -1."),
+        (["a", ""], "A run's folder or URL must not be empty."),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"error: {sentence}\n"

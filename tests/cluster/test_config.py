@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import MAX_PARTS, JobConfig, default_shard_rows
+from cluster.config_checks import check_parts
 from cluster.errors import UserError
 from specfold import DecodeConfig
 
@@ -22,6 +23,9 @@ def test_engine_settings_and_defaults_are_the_engines() -> None:
     ("settings", "sentence"),
     [
         ({"limit": 0}, "--limit must be at least 1, not 0."),
+        ({"num_samples": 10**11}, "--num-samples must be at most 10000, not 100000000000."),
+        ({"batch_size": 99999999999999}, "--batch-size must be at most 65536, not 99999999999999."),
+        ({"workers": 99999999999}, "--workers must be at most 10000, not 99999999999."),
         ({"workers": -1}, "--workers must be at least 1, not -1."),
         ({"batch_size": 0}, "--batch-size must be at least 1, not 0."),
         ({"max_failed": 1.5}, "--max-failed is a share between 0 and 1, not 1.5."),
@@ -80,6 +84,15 @@ def test_a_mistake_is_one_sentence_that_names_the_flag(settings: dict[str, objec
         JobConfig(**settings)  # type: ignore[arg-type]
     assert str(error.value) == sentence
     assert error.value.exit_code == 2
+
+
+def test_a_part_that_no_worker_could_hold_is_refused() -> None:
+    sampled = JobConfig(num_samples=1000, shard_rows=2048)
+    check_parts(sampled, 1048)
+    check_parts(JobConfig(shard_rows=2**62), None)
+    for rows in (1049, None):
+        with pytest.raises(UserError, match=r"^--num-samples 1000 makes .*; give --shard-rows 1048 or less\.$"):
+            check_parts(sampled, rows)
 
 
 def test_identity_names_what_can_change_a_token_and_nothing_else() -> None:

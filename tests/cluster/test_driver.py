@@ -12,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import DatasetCard
 
-from cluster.driver import check_job
+from cluster.driver import check_job, run_job
 from cluster.errors import UserError
 from cluster.output.storage import Store
+from specfold.drafts import build_graph
+from tests.cluster import fake_engine
 from tests.cluster.fake_engine import NAN
 from tests.cluster.jobs import JobFolder, expected, keys
 
@@ -110,6 +112,14 @@ def test_a_setting_that_the_engine_refuses_is_one_sentence(folder: JobFolder) ->
     assert caught.value.exit_code == 2
 
 
+def test_a_part_too_large_for_a_worker_is_refused_by_check_and_job(folder: JobFolder) -> None:
+    config = folder.config(folder.write_prompts(105), num_samples=10_000, shard_rows=500)
+    for command in (check_job, run_job):
+        with pytest.raises(UserError, match=r"give --shard-rows 104 or less\.$"):
+            command(config)
+    assert not (folder.output / "run.json").exists()
+
+
 def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = folder.write_prompts(10, {1: "broken", 2: "broken", 4: '{"prompt_token_ids": [], "id": "row-0"}'})
     folder.write_weights()
@@ -123,6 +133,21 @@ def test_check_counts_what_is_wrong_and_writes_nothing(folder: JobFolder, capsys
     assert "10 outputs in 2 parts of 8 input rows" in shown
     assert "Unknown: no run" in shown
     assert not folder.output.exists()
+
+
+def test_check_and_job_say_that_a_graph_is_another_models_and_that_samples_are_the_same(
+    folder: JobFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.write_weights()
+    graph = build_graph([[(0, 0)]], {"model": "other\x1b[2J", "content": "sha256:0"})
+    graph.save(folder.root / "graph.json")
+    settings = {"draft_graph": str(folder.root / "graph.json"), "drafts": 1, "num_samples": 2}
+    config = folder.config(folder.write_prompts(2), **settings).with_files()
+    assert check_job(config) == 0
+    assert run_job(config, engine_factory=f"{fake_engine.MODULE}:instant") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("calibrated on another model than this job's, or other weights of it ('other\\x1b[2J')") == 2
+    assert shown.count("Warning: 2 rows have temperature 0, where all samples are the same") == 2
 
 
 def test_check_ends_with_two_where_the_job_could_not_run(folder: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,6 +255,20 @@ def test_the_check_counts_by_kind_and_warns_of_repeats(folder: JobFolder) -> Non
     assert found.first_problem().startswith("row 4: ")
 
 
+def test_the_check_warns_of_samples_that_cannot_differ(folder: JobFolder) -> None:
+    warm = '{"custom_id": "a", "body": {"prompt": [5, 6], "temperature": 0.7}}'
+    prompts = folder.write_prompts(3, {1: warm})
+    for settings, warnings in (
+        ({"num_samples": 2}, ["Warning: 2 rows have temperature 0, where all samples are the same; all are run."]),
+        ({"num_samples": 2, "temperature": 0.7}, []),
+        ({}, []),
+    ):
+        config = folder.config(prompts, **settings)
+        source = open_input(config)
+        found = check_rows(source, config, resolve_model(config.model), carried_schema(source, config), None)
+        assert found.warnings == warnings
+
+
 @pytest.mark.parametrize(("total", "checked"), [(5, None), (100_000, None), (100_001, 10_000), (None, 10_000)])
 def test_how_much_is_checked_before_a_job(total: int | None, checked: int | None) -> None:
     assert rows_to_check(total) == checked

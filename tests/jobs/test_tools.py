@@ -31,6 +31,10 @@ def test_calibrate_writes_a_graph_that_says_where_it_came_from(
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
+        ([], "error: --save is missing."),
+        (["--save"], "Parameter --save requires an argument."),
+        (["--save", ""], "Invalid value for --save: it must not be empty."),
+        (["--save", "g.json", "--compare-prompts", ""], "Invalid value for --compare-prompts: it must not be empty."),
         (["--save", "g.json", "--rows", "0"], "--rows must be at least 1, not 0."),
         (["--save", "g.json", "--nodes", "33"], "--nodes must be at most 32, not 33."),
         (["--save", "no/g.json"], "--save no/g.json cannot be written: it must name a file in a folder that exists."),
@@ -114,6 +118,15 @@ def test_profile_refuses_at_once(
 ) -> None:
     assert profile.main(["--save", str(tmp_path / "p"), *args]) == 2
     assert capsys.readouterr().err.strip() == f"error: {reason}"
+
+
+def test_profile_does_not_take_an_empty_name_for_the_current_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert profile.main(["--save", " "]) == 2
+    assert capsys.readouterr().err.strip() == "error: Invalid value for --save: it must not be empty."
+    assert not list(tmp_path.iterdir())
 
 
 def test_profile_needs_drafts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -115,6 +115,13 @@ def test_a_wrong_file_is_one_clear_sentence(folder: Path, changes: dict[str, Any
     assert all(word in str(error.value) for word in words)
 
 
+def test_a_key_that_stands_twice_is_refused(folder: Path) -> None:
+    path = Path(write(folder))
+    path.write_text(path.read_text() + "\ngrader: number\n")
+    with pytest.raises(UserError, match=r"^The task file .* has the key 'grader' twice, again in line \d+\.$"):
+        load_task(str(path))
+
+
 def test_wrong_data_is_one_clear_sentence(folder: Path) -> None:
     task = load_task(write(folder))
     cases: list[tuple[Any, str]] = [

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config import JobConfig
 from cluster.errors import UserError
-from cluster.evaluation.variants import parse_variants
+from cluster.evaluation.variants import parse_variants, require_effect
 
 CONFIG = JobConfig(delta=0.3)
 
@@ -75,3 +75,32 @@ def test_the_commands_own_folding_in_time_stands_in_the_labels() -> None:
     assert [v.of(config).decode.time_delta for v in variants] == [-1.0, 0.3, 0.2]
     assert [v.label for v in parse_variants(None, config)] == ["specfold:0.1@0.3"]
     assert [v.label for v in parse_variants(None, JobConfig(mode="vanilla", use_block_cache=True))] == ["vanilla+cache"]
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "sentence"),
+    [
+        ("vanilla,specfold", {"mode"}, "--mode has no effect beside --compare: every variant begins with its mode."),
+        ("vanilla,vanilla+cache", {"use_block_cache", "mode"}, "--use-block-cache has no effect beside --compare: "),
+        ("vanilla,specfold:0.1", {"delta"}, "--delta has no effect beside --compare: there is no specfold without"),
+        ("vanilla,spiffy", {"delta"}, "--delta has no effect beside --compare: there is no specfold without"),
+        ("vanilla@-1,spiffy@0.1", {"delta_time"}, "--delta-time has no effect beside --compare: every variant has"),
+    ],
+)
+def test_a_flag_that_the_variants_decide_is_refused(text: str, given: set[str], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        require_effect(text, given)
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        (None, {"mode", "delta", "use_block_cache"}),
+        ("vanilla,specfold:0.1,specfold", {"delta", "drafts"}),
+        ("vanilla,vanilla@0.1", {"delta_time"}),
+        ("vanilla@-1,vanilla@0.1", {"delta_time", "refresh_every"}),
+    ],
+)
+def test_a_flag_that_a_variant_takes_is_kept(text: str | None, given: set[str]) -> None:
+    require_effect(text, given)
