@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from cyclopts import Parameter
 
-from cluster.config_checks import AUTO_GRAPH, check_combinations, check_numbers
+from cluster.config_checks import AUTO_GRAPH, MOST_OUTPUTS, check_combinations, check_numbers
 from cluster.errors import UserError
 from cluster.flags import (
     DECODING,
@@ -244,20 +244,22 @@ class JobConfig:
         return config
 
 
-def default_shard_rows(num_rows: int | None) -> int:
-    """Input rows of a shard when the user names none: a power of two, a function of the row count alone.
+def default_shard_rows(num_rows: int | None, num_samples: int = 1) -> int:
+    """Input rows of a shard when the user names none: a power of two, a function of the row and sample counts alone.
 
     About 32 shards for a small input, so that a few workers share it and an interruption loses little; 256 rows up to
     131,072, then about 512 shards, up to 2,048 rows: a minute or two of a GPU that makes 4,000 tokens a second. Every
-    shard costs some milliseconds, whatever is in it. More rows only to stay below ``MAX_PARTS``. ``None``: a stream.
+    shard costs some milliseconds, whatever is in it. More rows only to stay below ``MAX_PARTS``, fewer only where a
+    worker could not hold that many samples. ``None``: a stream.
     """
-    if num_rows is None:
-        return STREAM_SHARD_ROWS
-    rows = 8
-    while (rows < 256 and rows * 32 < num_rows) or (rows < 2048 and rows * 512 < num_rows):
-        rows *= 2
-    while rows * MAX_PARTS < num_rows:
-        rows *= 2
+    rows = 8 if num_rows is not None else STREAM_SHARD_ROWS
+    if num_rows is not None:
+        while (rows < 256 and rows * 32 < num_rows) or (rows < 2048 and rows * 512 < num_rows):
+            rows *= 2
+        while rows * MAX_PARTS < num_rows:
+            rows *= 2
+    while num_samples > 1 and rows * num_samples > MOST_OUTPUTS:
+        rows //= 2
     return rows
 
 

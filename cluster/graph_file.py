@@ -33,5 +33,5 @@ def notes_on_graph(text: str | None, model: ModelRef) -> list[str]:
         return []
     return [
         f"Note: the draft graph was calibrated on another model than this job's, or other weights of it "
-        f"({origin.get('model')!r}); its drafts may come true less often, and tokens stay right."
+        f"({origin.get('model')!r}); its drafts may come true less often."
     ]

@@ -149,8 +149,8 @@ def _check(config: JobConfig, signals: StopSignals) -> int:
         existing = None
     with ray_session(config.ray_address, config.workers, signals):
         rows = limited(source.count(), config.limit)
-        shard_rows = config.shard_rows or (existing.shard_rows if existing else default_shard_rows(rows))
-        settled = resolve(config, choose_device(config), shard_rows)
+        default = existing.shard_rows if existing else default_shard_rows(rows, config.num_samples)
+        settled = resolve(config, choose_device(config), config.shard_rows or default)
         check_parts(settled, rows)
         if existing:
             settled = with_kept(settled, existing)

@@ -112,7 +112,7 @@ class Job:
     def _settle(self, existing: RunFile | None) -> tuple[JobConfig, Admission, Any]:
         """Make every ``auto`` choice, once for the life of the run."""
         shard_rows = self._config.shard_rows or (
-            existing.shard_rows if existing else default_shard_rows(self._num_rows)
+            existing.shard_rows if existing else default_shard_rows(self._num_rows, self._config.num_samples)
         )
         config = resolve(self._config, choose_device(self._config), shard_rows)
         check_parts(config, self._num_rows)

@@ -150,5 +150,7 @@ def test_default_shards_are_a_rule_of_the_count_alone() -> None:
     assert default_shard_rows(1_000_000) == 2048
     assert default_shard_rows(10_000_000) == 2048
     assert default_shard_rows(None) == 1024
+    assert default_shard_rows(10_000_000, 1000) == 1024  # a worker holds all samples of a part
+    assert default_shard_rows(None, 10_000) == 64
     for count in (1, 7, 2_560_001, 10**9):
         assert -(-count // default_shard_rows(count)) <= MAX_PARTS
