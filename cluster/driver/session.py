@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from specfold import ConfigError, ModelError
 NAMESPACE = "specfold"
 _KEEPER_WAIT_S = 5.0
 _PROBE_S = 10.0
+_ARM_EVERY_S = 0.01
 _LOCAL_RAY = {
     # Helper processes may end once they are idle: Ray would keep one a core, with all that it has loaded, for the rest
     # of the job. The peak, which is at the start, is not lower by it.
@@ -63,7 +65,17 @@ def ray_session(address: str | None, workers: int | None, signals: StopSignals) 
         signals.check()
         yield
     finally:
-        ray.shutdown()
+        _shut_down(signals)
+
+
+def _shut_down(signals: StopSignals) -> None:
+    """``ray.shutdown`` puts SIGTERM back to the kernel's default, where Python cannot see it, and takes a second more."""
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(ray.shutdown)
+        while wait([closing], _ARM_EVERY_S).not_done:
+            signals.arm()
+    signals.arm()
+    closing.result()
 
 
 def _probe(address: str) -> None:

@@ -71,7 +71,7 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def arm(self) -> None:
-        """Put our handlers in place, once more after anybody else has put his own: ``ray.init`` does."""
+        """Put our handlers in place, once more after ``ray.init`` or ``ray.shutdown`` has taken them away."""
         if self._pipe is not None:
             for number in _NUMBERS:
                 signal.signal(number, lambda *_: None)  # the thread does the rest
