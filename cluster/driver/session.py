@@ -69,7 +69,7 @@ def ray_session(address: str | None, workers: int | None, signals: StopSignals) 
 
 
 def _shut_down(signals: StopSignals) -> None:
-    """``ray.shutdown`` puts SIGTERM back to the kernel's default, where Python cannot see it, and takes a second more."""
+    """``ray.shutdown`` puts SIGTERM back to the kernel's default, unseen by Python, and takes a second more."""
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(ray.shutdown)
         while wait([closing], _ARM_EVERY_S).not_done:

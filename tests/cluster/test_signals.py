@@ -14,10 +14,8 @@ import pytest
 
 from tests.cluster.jobs import JobFolder, expected, keys
 from tests.cluster.processes import ROOT, descendants, start_driver, wait_for_parts
+from tests.stopping import STOP_S
 from tests.waiting import PATIENCE_S, wait_until
-
-STOP_S = 3.0
-"""What ``ray job stop`` allows a job; on a quiet machine it takes a third of that."""
 
 
 @pytest.fixture
