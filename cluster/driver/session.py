@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from specfold import ConfigError, ModelError
 NAMESPACE = "specfold"
 _KEEPER_WAIT_S = 5.0
 _PROBE_S = 10.0
-_ARM_EVERY_S = 0.01
 _LOCAL_RAY = {
     # Helper processes may end once they are idle: Ray would keep one a core, with all that it has loaded, for the rest
     # of the job. The peak, which is at the start, is not lower by it.
@@ -54,28 +52,18 @@ def ray_session(address: str | None, workers: int | None, signals: StopSignals) 
         _probe(address)
         options |= {"address": address, "logging_level": logging.WARNING}
     try:
-        ray.init(**options)
+        with signals.held():
+            ray.init(**options)
     except (ConnectionError, ValueError) as error:
         raise UserError(f"the Ray cluster at {address} cannot be reached: {error}", 1) from None
     except SystemExit:  # Ray's own handler, which is in place while it starts
         raise Interrupted(signals.number or signal.SIGTERM) from None
-    finally:
-        signals.arm()
     try:
         signals.check()
         yield
     finally:
-        _shut_down(signals)
-
-
-def _shut_down(signals: StopSignals) -> None:
-    """``ray.shutdown`` puts SIGTERM back to the kernel's default, unseen by Python, and takes a second more."""
-    with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(ray.shutdown)
-        while wait([closing], _ARM_EVERY_S).not_done:
-            signals.arm()
-    signals.arm()
-    closing.result()
+        with signals.held():
+            ray.shutdown()
 
 
 def _probe(address: str) -> None:
