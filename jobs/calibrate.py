@@ -18,6 +18,11 @@ HERE = Path(__file__).resolve().parent
 if sys.path and Path(sys.path[0]).resolve() == HERE:
     sys.path[0] = str(HERE.parent)  # a file in jobs/ must not hide a library's module of its name
 
+if __name__ == "__main__":
+    from jobs.stopping import stop_at_once
+
+    stop_at_once()  # the imports below take seconds
+
 from cyclopts import Group, Parameter  # noqa: E402
 
 from cluster.errors import UserError  # noqa: E402

@@ -16,9 +16,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-if __name__ == "__main__" and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    # Run by hand: modules lie one folder up, and a file in jobs/ must not hide one of the standard library.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":
+    if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+        # Run by hand: modules lie one folder up, and a file in jobs/ must not hide one of the standard library.
+        sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from jobs.stopping import stop_at_once
+
+    stop_at_once()
 
 from cyclopts import Parameter
 
@@ -48,9 +52,6 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("Interrupted; the same command goes on from here.", file=sys.stderr)
-        return 130
 
 
 def load_evaluation(argv: Sequence[str], environment: Mapping[str, str]) -> Evaluation | None:

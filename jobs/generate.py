@@ -9,7 +9,6 @@ ray job submit --working-dir . -- python jobs/generate.py --output /shared/out
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,16 +49,11 @@ def _find_modules() -> None:
         sys.path[0] = str(here.parent)
 
 
-def _stop_at_once(number: int, _: object) -> None:
-    """Signals that come before the job has handlers of its own: nothing is under way yet, so nothing is to be ended."""
-    print(f"Stopped by {signal.Signals(number).name}.", flush=True)
-    os._exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, _stop_at_once)
-    signal.signal(signal.SIGTERM, _stop_at_once)
     _find_modules()
+    from jobs.stopping import stop_at_once
+
+    stop_at_once()
     exit_code = main(sys.argv[1:])
     if exit_code > 128:
         from cluster.driver import leave

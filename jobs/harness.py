@@ -29,4 +29,7 @@ if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     if Path(sys.path[0]).resolve() == here:  # a file in jobs/ must not hide a module of the standard library
         sys.path[0] = str(here.parent)
+    from jobs.stopping import stop_at_once
+
+    stop_at_once()
     sys.exit(main())

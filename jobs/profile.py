@@ -17,6 +17,11 @@ HERE = Path(__file__).resolve().parent
 if sys.path and Path(sys.path[0]).resolve() == HERE:
     sys.path[0] = str(HERE.parent)  # a file in jobs/ must not hide a library's module of its name, as this one would
 
+if __name__ == "__main__":
+    from jobs.stopping import stop_at_once
+
+    stop_at_once()  # the imports below take seconds
+
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 from cyclopts import Group, Parameter  # noqa: E402

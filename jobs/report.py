@@ -34,4 +34,7 @@ if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     if sys.path and Path(sys.path[0]).resolve() == here:
         sys.path[0] = str(here.parent)  # a file in jobs/ must not hide a library's module of its name
+    from jobs.stopping import stop_at_once
+
+    stop_at_once()
     sys.exit(main(sys.argv[1:]))

@@ -58,9 +58,6 @@ def run_tool(command: Callable[..., int], name: str, argv: Sequence[str]) -> int
     except (UserError, ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 2)
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return 130
     return 2
 
 

@@ -52,18 +52,18 @@ def ray_session(address: str | None, workers: int | None, signals: StopSignals) 
         _probe(address)
         options |= {"address": address, "logging_level": logging.WARNING}
     try:
-        ray.init(**options)
+        with signals.held():
+            ray.init(**options)
     except (ConnectionError, ValueError) as error:
         raise UserError(f"the Ray cluster at {address} cannot be reached: {error}", 1) from None
     except SystemExit:  # Ray's own handler, which is in place while it starts
         raise Interrupted(signals.number or signal.SIGTERM) from None
-    finally:
-        signals.arm()
     try:
         signals.check()
         yield
     finally:
-        ray.shutdown()
+        with signals.held():
+            ray.shutdown()
 
 
 def _probe(address: str) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
 CLEAN_UP_AFTER_S, EXIT_WITHIN_S = 1.3, 1.8
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_HOLD_EVERY_S = 0.005
+_SIGACTION_BYTES = 256
+"""More than a ``struct sigaction`` has anywhere; it is only read and written as a whole."""
 
 
 class Interrupted(Exception):
@@ -60,7 +64,7 @@ class StopSignals:
             os.set_blocking(self._pipe[1], False)
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True).start()
-            self.arm()
+            self._arm()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,11 +74,33 @@ class StopSignals:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
-    def arm(self) -> None:
-        """Put our handlers in place, once more after anybody else has put his own: ``ray.init`` does."""
-        if self._pipe is not None:
-            for number in _NUMBERS:
-                signal.signal(number, lambda *_: None)  # the thread does the rest
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While Ray starts and while it ends, which takes SIGTERM away behind Python's back: the start for C++ that
+        prints a stack and dies, the end for the kernel, which kills without a word. Either lasts a second and more, in
+        which Python's handler is put back all the time; from any thread, as ``signal.signal`` could not."""
+        if self._pipe is None:
+            yield
+            return
+        libc, action, over = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES), threading.Event()
+        libc.sigaction(signal.SIGTERM, None, action)
+
+        def hold() -> None:
+            while not over.wait(_HOLD_EVERY_S):
+                libc.sigaction(signal.SIGTERM, action, None)
+
+        holding = threading.Thread(target=hold, name="signals held", daemon=True)
+        holding.start()
+        try:
+            yield
+        finally:
+            over.set()
+            holding.join()
+            self._arm()  # Ray has a handler in Python, too
+
+    def _arm(self) -> None:
+        for number in _NUMBERS:
+            signal.signal(number, lambda *_: None)  # the thread does the rest
 
     def check(self) -> None:
         """Raise ``Interrupted`` if a signal has come."""

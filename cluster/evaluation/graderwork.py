@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 
 from cluster.errors import UserError
 from cluster.evaluation.graders import GRADERS, GraderKind, Judgement, Reference
+from cluster.evaluation.sandbox.parent_death import end_with
 
 READY = "ready"
 _MEMORY_BYTES = 8 << 30
@@ -16,20 +17,22 @@ _MEMORY_BYTES = 8 << 30
 
 
 def main() -> None:
-    """``graderwork KIND FD``: say that it is ready, then answer one ``(reference, text)`` after the other."""
+    """``graderwork KIND FD PARENT``: say that it is ready, then answer one ``(reference, text)`` after the other."""
+    end_with(int(sys.argv[3]))
     kind, connection = GRADERS[sys.argv[1]], Connection(int(sys.argv[2]))
     logging.disable(logging.CRITICAL)  # libraries report every odd output as an error of theirs
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     kind.load()
-    connection.send(READY)
+    answer: Judgement | UserError | str = READY
     while True:
         try:
+            connection.send(answer)
             reference, text = connection.recv()
         except (EOFError, OSError):  # whoever asked has gone
             return
-        connection.send(_answer(kind, reference, text))
+        answer = _answer(kind, reference, text)
 
 
 def failed(kind: GraderKind, reference: Reference, problem: str) -> Judgement:

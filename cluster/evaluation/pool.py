@@ -106,7 +106,7 @@ class _Worker:
         # A new interpreter: a fork would inherit the driver's threads and locks, and multiprocessing's spawn would
         # import the driver's main program once more, with all that it needs.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", graderwork.__name__, self._name, str(theirs.fileno())],
+            [sys.executable, "-m", graderwork.__name__, self._name, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()], cwd=_ROOT, stdin=subprocess.DEVNULL, process_group=0,
         )  # fmt: skip
         theirs.close()

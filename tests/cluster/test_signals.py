@@ -14,10 +14,8 @@ import pytest
 
 from tests.cluster.jobs import JobFolder, expected, keys
 from tests.cluster.processes import ROOT, descendants, start_driver, wait_for_parts
+from tests.stopping import STOP_S, started, stop
 from tests.waiting import PATIENCE_S, wait_until
-
-STOP_S = 3.0
-"""What ``ray job stop`` allows a job; on a quiet machine it takes a third of that."""
 
 
 @pytest.fixture
@@ -89,3 +87,26 @@ def test_a_signal_while_ray_starts_is_a_sentence_and_leaves_nothing(tmp_path: Pa
     assert out == f"Stopped by {signal.Signals(number).name}; the same command goes on from here.\n"
     assert err == ""
     assert not (tmp_path / "out").exists()
+
+
+def test_sigterm_is_heard_while_ray_hands_it_to_the_kernel(tmp_path: Path) -> None:
+    code = """
+import ctypes, os, signal, time
+from cluster.driver import leave
+from cluster.driver.signals import Interrupted, StopSignals
+with StopSignals() as signals, signals.held():
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # the default, as Ray does where it ends
+    time.sleep(0.5)
+    print("ready", flush=True)
+    try:
+        while True:
+            signals.check()
+            time.sleep(0.01)
+    except Interrupted as interrupted:
+        signals.tell(interrupted.number)
+        leave(interrupted.exit_code)
+"""
+    with started(tmp_path, "-c", code) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert stop(process, signal.SIGTERM) == "Stopped by SIGTERM; the same command goes on from here."

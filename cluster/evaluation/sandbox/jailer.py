@@ -1,9 +1,9 @@
 """Builds the jail, runs the program in it, and tells how that ended. Started by ``run.py`` as a program of its own.
 
 Three processes. The *jailer* leaves the machine's namespaces (network, processes, …), watches memory and time, and
-answers. The *keeper* is the first process of the new process namespace and sees only the new root: when it ends, for
-whatever reason, the kernel kills all that the program started. The *prisoner* has an unprivileged user and no
-capabilities, and executes the program.
+answers; it ends with whoever asked. The *keeper* is the first process of the new process namespace and sees only the
+new root: when it ends, for whatever reason, the kernel kills all that the program started. The *prisoner* has an
+unprivileged user and no capabilities, and executes the program.
 
 Only the standard library is used here, as this starts anew for every program and may run as root.
 """
@@ -22,6 +22,7 @@ from typing import NoReturn
 sys.path.append(str(Path(__file__).parent))
 
 import confinement
+import parent_death
 
 _LOOK_S = 0.05
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -30,6 +31,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def main() -> None:
     order = json.load(sys.stdin)
     user = confinement.leave_namespaces()
+    parent_death.end_with(int(sys.argv[1]))
     token = os.urandom(16).hex().encode()
     answer_in, answer_out = os.pipe()
     trouble_in, trouble_out = os.pipe()
@@ -51,6 +53,8 @@ def _keep(order: dict, user: int, token: bytes, answer_out: int, trouble_out: in
     """Build the root, start the prisoner, wait for it, and exit with the signal that killed it or 0."""
     try:
         confinement.build_root(order["visible"], user, order["limits"]["file_bytes"])
+        if _is_unread(answer_out):
+            os._exit(0)
         prisoner = os.fork()
         if prisoner == 0:
             _serve(order, user, token, answer_out, trouble_out)
@@ -61,6 +65,13 @@ def _keep(order: dict, user: int, token: bytes, answer_out: int, trouble_out: in
         pid, status = os.waitpid(-1, 0)  # orphans of the program end up here, too
         if pid == prisoner:
             os._exit(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
+
+
+def _is_unread(pipe: int) -> bool:
+    """Whether nobody holds the other end: the jailer died before the keeper had asked to be killed with it."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _serve(order: dict, user: int, token: bytes, answer_out: int, trouble_out: int) -> NoReturn:

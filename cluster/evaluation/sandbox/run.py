@@ -100,7 +100,7 @@ open("kept", "w").write("its own folder can be written")
 def _ask_jailer(order: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
     # -I and -S: neither the environment, nor the working directory, nor the packages reach the process that is root.
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_JAILER)],
+        [sys.executable, "-I", "-S", str(_JAILER), str(os.getpid())],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env={}, start_new_session=True,
     )  # fmt: skip
     try:

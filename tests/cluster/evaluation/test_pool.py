@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def strange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     (package / "__init__.py").touch()
     for name in ("graderwork.py", "records.py"):
         (package / name).write_text((source / name).read_text())
+    shutil.copytree(source / "sandbox", package / "sandbox")
     (tmp_path / "cluster" / "errors.py").write_text((source.parent / "errors.py").read_text())
     (package / "graders").mkdir()
     (package / "graders" / "__init__.py").write_text(
