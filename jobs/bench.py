@@ -31,6 +31,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path and Path(sys.path[0]).resolve() == ROOT / "jobs":
     sys.path[0] = str(ROOT)  # a file in jobs/ must not hide a library's module of its name
 
+if __name__ == "__main__":
+    from jobs.stopping import stop_at_once
+
+    stop_at_once()  # the imports below take seconds
+
 import torch  # noqa: E402
 
 from specfold import ConfigError, DecodeConfig, Engine, ModelError, reference_models  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 from tests.stopping import ROOT, started, stop, stopped_by
 from tests.waiting import wait_until
 
-COMMANDS = ("generate", "evaluate", "calibrate", "profile", "compare_runs", "report", "harness")
+COMMANDS = ("generate", "evaluate", "calibrate", "profile", "compare_runs", "report", "harness", "bench")
 
 
 def catches(pid: int, number: int) -> bool:
