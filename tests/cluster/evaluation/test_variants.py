@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from cluster.config import JobConfig
@@ -104,3 +107,10 @@ def test_a_flag_that_the_variants_decide_is_refused(text: str, given: set[str], 
 )
 def test_a_flag_that_a_variant_takes_is_kept(text: str | None, given: set[str]) -> None:
     require_effect(text, given)
+    # Each has an effect, or as --delta-time beside --refresh-every is needed by one that has.
+    other: dict[str, Any] = {"mode": "spiffy", "delta": 0.7, "delta_time": 0.7, "drafts": 2, "refresh_every": 3}
+    base = JobConfig(delta=0.3, delta_time=0.4)
+    settled = [variant.of(base) for variant in parse_variants(text, base)]
+    for name in given & other.keys() - ({"delta_time"} if "refresh_every" in given else set()):
+        config = replace(base, **{name: other[name]})
+        assert [variant.of(config) for variant in parse_variants(text, config)] != settled, name
